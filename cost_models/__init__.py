@@ -1,0 +1,1 @@
+"""autopar: cost_models."""

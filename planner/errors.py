@@ -1,0 +1,21 @@
+"""Errors of planning and of the compiler; the tree is drawn at `AutoparError`."""
+
+from ..cost_models.errors import AutoparError
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the constraints: names the binding one, the gap and the nearest change that fits."""
+
+    exit_code = 3
+
+
+class UnsupportedModel(AutoparError):
+    """The module cannot be captured, or an operation cannot be sharded or repeated safely."""
+
+    exit_code = 4
+
+
+class CheckFailed(AutoparError):
+    """A requested check (verify, diff --fail-on, plan --check) found a difference."""
+
+    exit_code = 5

@@ -1,0 +1,117 @@
+"""The plan: the answer of the search as data, and its JSON form. All that compiler/ reads beside the graph.
+
+A plan is data from outside (a person may have edited it): `plan_from_json` validates it against the schema beside this file
+and no string of it is ever evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """How to build the model again. `path` is relative to the folder of plan.json where that is possible."""
+
+    path: str
+    name: str  # function, class or instance in the file
+    arguments: Mapping[str, object]
+    inputs: Mapping[str, str]  # --input name -> "int64[B,1024]"; empty: from the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Units [first, last) of the model graph on one pipeline stage; the prelude is on every stage that needs it."""
+
+    first: int
+    last: int
+    fqns: tuple[str, ...]  # patterns over repeated blocks, "h.{0..5}", for people
+    num_parameters: int
+    forward_seconds: float  # of one microbatch on one rank
+    backward_seconds: float
+    step_seconds: float  # once a step: gradient reduction, optimizer
+    memory_bytes: Mapping[str, int]  # component -> peak bytes on one rank; "total" is their sum
+
+    @property
+    def total_bytes(self) -> int:
+        return self.memory_bytes["total"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePlan:
+    """Collectives of one rank of one stage in a whole step, of one kind, axis and payload size."""
+
+    stage: int
+    axis: str  # "tp", "dp", "pp", "world", "tied"
+    op: str
+    count: int
+    num_bytes: int  # payload of each
+    reason: str  # "forward", "backward", "fsdp", "partial gradients", "clip", "tied", "loss", "stage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A runner-up."""
+
+    mesh: Mapping[str, int]
+    microbatches: int
+    schedule: str
+    zero: int
+    activation_checkpoint: str
+    step_seconds: float | None  # None: does not fit
+    memory_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """status: "optimal" | "within gap" | "time limit"; `bound_seconds` is a proven lower bound of the step time."""
+
+    solver: str
+    status: str
+    bound_seconds: float
+    gap_fraction: float
+    candidates: int  # outer candidates considered
+    solved: int  # of these solved by ILP
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything the search decided, and what it predicts.
+
+    `placements`: template pattern -> node name -> axis -> option label or pair text; R and "none" are left out.
+    `tensors`: parameter FQN pattern -> axis -> pair text, for people and diff; derived from `placements`.
+    """
+
+    autopar_version: str
+    torch_version: str
+    fingerprint: str
+    model: ModelSource
+    cluster: str  # name of a catalogue entry, or path of the file
+    gpus: int
+    batch_size: int
+    precision: str  # "fp32" | "bf16" | "fp16"
+    optimizer: str  # "adamw" | "sgd"
+    stack: str
+    mesh: Mapping[str, int]  # pp, dp, tp; size 1 included
+    microbatches: int
+    schedule: str  # "none" | "gpipe" | "1f1b"
+    zero: int
+    activation_checkpoint: str  # "none" | "selective" | "full"
+    stages: tuple[StagePlan, ...]
+    placements: Mapping[str, Mapping[str, Mapping[str, str]]]
+    tensors: Mapping[str, Mapping[str, str]]
+    tensor_shapes: Mapping[str, tuple[int, ...]]  # by the same patterns
+    step_seconds: float
+    bubble_fraction: float
+    memory_capacity_bytes: int
+    collectives: tuple[CollectivePlan, ...]
+    time_breakdown_seconds: Mapping[str, float]  # compute, tp, dp, pp, bubble, optimizer ...; sums to step_seconds
+    alternatives: tuple[Alternative, ...]
+    solver: SolverReport
+    pins: Mapping[str, str]  # option name -> value the user fixed
+    notes: tuple[str, ...] = ()

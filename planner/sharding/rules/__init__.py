@@ -1,0 +1,31 @@
+"""The registry of sharding rules. Importing this package walks the folder: one file per family of operations registers itself.
+
+To add an operation: write `planner/sharding/rules/<family>.py` that calls `register(OpRule(...))`. Nothing else changes.
+"""
+
+import importlib
+import pkgutil
+
+from .registry import (
+    AxisRef,
+    Call,
+    Factor,
+    Operand,
+    Option,
+    OpRule,
+    Saved,
+    SeedRef,
+    options_of,
+    register,
+    registered_ops,
+    rule_of,
+)
+
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    if _module != "registry":
+        importlib.import_module(f"{__name__}.{_module}")
+
+__all__ = [
+    "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "options_of", "register",
+    "registered_ops", "rule_of",
+]  # fmt: skip

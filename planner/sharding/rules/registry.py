@@ -1,0 +1,231 @@
+"""What an operation's sharding rule declares, and the registry that holds the rules.
+
+On one mesh axis an operation picks one *option*: a factor that is split ("b", "n", "k" ...), or
+
+- "none": computed alike on every rank, all pairs R;
+- "grad": computed alike, each rank's gradient a partial sum, all pairs R/P (backward is linear in the output gradient);
+- "partial": operations linear in an operand pass partial sums through (that operand P/R, the others R/P).
+
+A factor's pairs follow from where it lies: an operand that holds it at dim i is S(i), one that lacks it is R/P; an output
+that holds it is S(j), one that lacks it (contracted) is P/R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ....cost_models.work import Pass, Work
+from ...capture.graph import Arg, Kind, Node, Ref, TensorType
+from ..placement import REPLICATED, SUMMED_GRADIENT, Pair
+from ..redistribute import CollectiveUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run an operation on one axis. `operands` follows `node.operands`, `outputs` follows `node.outputs`.
+
+    `extent` must be divisible by the axis size, times the sizes of other axes that pick the same label (0: any size).
+    `runs_collectives`: the body communicates inside, so the option cannot be taken on the microbatch axis.
+    """
+
+    label: str
+    operands: tuple[Pair, ...]
+    outputs: tuple[Pair, ...]
+    extent: int = 0
+    runs_collectives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRef:
+    """Argument of a runtime function: the mesh axis; rendered as the axis's handle, None where the axis is absent."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeedRef:
+    """Argument of a random operation: its seed, drawn from (step, microbatch, operation, coordinates on `axes`)."""
+
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The local operation: an aten op ("aten.linear.default") or a runtime function of compiler/runtime ("embedding_rows").
+
+    Arguments as in `Node`, but Operand instead of Ref, plus AxisRef and SeedRef. `divide_by` divides the result by a constant (means over split dims).
+    """
+
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    divide_by: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What autograd keeps for the backward: operand and output positions, and bytes of other tensors (masks, statistics)."""
+
+    operands: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Argument of a Call: the local tensor at this position of `node.operands`, already in the pair the option asks for."""
+
+    position: int
+
+
+# label by axis name, for the axes of size > 1
+Labels = Mapping[str, str]
+LocalTypes = Sequence[TensorType]
+
+
+def _no_collectives(
+    node: Node, label: str, axis: str, size: int, operands: LocalTypes, outputs: LocalTypes
+) -> tuple[CollectiveUse, ...]:
+    return ()
+
+
+def numbered(node: Node) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """The node's arguments with every Ref replaced by its Operand position."""
+    position = 0
+
+    def visit(arg: Arg) -> Arg:
+        nonlocal position
+        if isinstance(arg, Ref):
+            position += 1
+            return Operand(position - 1)
+        if isinstance(arg, tuple):
+            return tuple(visit(item) for item in arg)
+        return arg
+
+    args = tuple(visit(arg) for arg in node.args)
+    return args, tuple((name, visit(arg)) for name, arg in node.kwargs)
+
+
+def same_call(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
+    """The operation as it is, on local tensors."""
+    args, kwargs = numbered(node)
+    return Call(target=node.op, args=args, kwargs=kwargs)
+
+
+def pointwise_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
+    """One kernel that reads every operand and writes every output once; backward reads the gradient and operands again."""
+    read = sum(t.num_bytes for t in operands)
+    written = sum(t.num_bytes for t in outputs)
+    numel = sum(t.numel for t in outputs)
+    wanted = sum(t.num_bytes for t in operands if t.requires_grad)
+    backward = Pass(flops=numel, bytes=written + read + wanted, kernels=1) if wanted else Pass()
+    return Work(
+        forward=Pass(flops=numel, bytes=read + written, kernels=1), backward=backward, dtype=outputs[0].dtype
+    )
+
+
+def saves_operands(node: Node) -> Saved:
+    """Keeps every operand, the safe upper bound."""
+    return Saved(operands=tuple(range(len(node.operands))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRule:
+    """The rule of one family of operations.
+
+    options: the factor options (without none and grad, which every operation has), from shapes alone.
+    work: flops, bytes and kernels of one rank, from local types.
+    saved: what autograd keeps.
+    collectives: inner collectives of a body for the axis that takes `label`, from local types.
+    localise: the local call for the chosen labels; `outputs` are the local types, `sizes` the axis sizes.
+    is_random: draws random numbers in training; localise then passes a SeedRef.
+    mixes_samples: needs the whole batch at once (batch norm statistics): forces one microbatch.
+    """
+
+    ops: tuple[str, ...]
+    options: Callable[[Node, LocalTypes], tuple[Option, ...]]
+    work: Callable[[Node, LocalTypes, LocalTypes], Work] = pointwise_work
+    saved: Callable[[Node], Saved] = saves_operands
+    collectives: Callable[[Node, str, str, int, LocalTypes, LocalTypes], tuple[CollectiveUse, ...]] = _no_collectives
+    localise: Callable[[Node, Labels, LocalTypes, Mapping[str, int]], Call] = same_call
+    is_random: bool = False
+    mixes_samples: bool = False
+
+
+_RULES: dict[str, OpRule] = {}
+_FALLBACKS: list[Callable[[str], OpRule | None]] = []
+
+
+def register(rule: OpRule) -> None:
+    """Add a rule.
+
+    Raises:
+        ValueError: an operation of the rule already has one.
+    """
+    for op in rule.ops:
+        if op in _RULES:
+            raise ValueError(f"{op} has two sharding rules")
+        _RULES[op] = rule
+
+
+def register_fallback(find: Callable[[str], OpRule | None]) -> None:
+    """Add a finder for operations without an entry (pointwise by tag, for example); asked in order of registration."""
+    _FALLBACKS.append(find)
+
+
+@lru_cache(maxsize=None)
+def rule_of(op: str) -> OpRule | None:
+    """The rule of an operation, None where there is none: it is then computed replicated."""
+    if op in _RULES:
+        return _RULES[op]
+    for find in _FALLBACKS:
+        if (rule := find(op)) is not None:
+            return rule
+    return None
+
+
+def registered_ops() -> tuple[str, ...]:
+    return tuple(sorted(_RULES))
+
+
+def options_of(node: Node, operands: Sequence[TensorType]) -> tuple[Option, ...]:
+    """Every option of an operation, "none" and "grad" first; `operands` are the global operand types.
+
+    Without a gradient "grad" is the same as "none" and left out. An operation without a rule has only these.
+    """
+    if node.kind is not Kind.OP:
+        raise ValueError(f"{node.name} is no operation")
+    count, outs = len(operands), len(node.outputs)
+    found = [Option(label="none", operands=(REPLICATED,) * count, outputs=(REPLICATED,) * outs)]
+    if any(t.requires_grad for t in node.outputs):
+        found.append(Option(label="grad", operands=(SUMMED_GRADIENT,) * count, outputs=(SUMMED_GRADIENT,) * outs))
+    rule = rule_of(node.op)
+    if rule is not None:
+        found.extend(rule.options(node, operands))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A dim shared by operands and outputs: position in each (None: lacks it), written once per einsum letter."""
+
+    label: str
+    size: int
+    operands: tuple[Pair | int | None, ...]
+    outputs: tuple[Pair | int | None, ...]
+    summed: Pair = field(default=Pair("P/R"))
+
+    def option(self) -> Option:
+        def pair(place: Pair | int | None, missing: Pair) -> Pair:
+            if place is None:
+                return missing
+            return place if isinstance(place, Pair) else Pair("S", place)
+
+        return Option(
+            label=self.label,
+            operands=tuple(pair(p, SUMMED_GRADIENT) for p in self.operands),
+            outputs=tuple(pair(p, self.summed) for p in self.outputs),
+            extent=self.size,
+        )
