@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from ..capture.graph import TensorType
 from .mesh import Axis
@@ -102,19 +103,12 @@ def can_split(value: TensorType, layout: Layout, axes: Sequence[Axis]) -> bool:
         if pair.is_split:
             by_dim.setdefault(pair.dim, []).append((pair.groups, axis.size))
     for dim, splits in by_dim.items():
-        # Outer splits (fewer groups) first: each must divide its run down to the next finer groups.
-        splits.sort()
-        for index, (groups, _) in enumerate(splits):
-            size = 1
-            for other_groups, other_size in splits[: index + 1]:
-                if other_groups == groups:
-                    size *= other_size
-            if value.shape[dim] % groups or (value.shape[dim] // groups) % size:
+        # Fewer groups lie outside: the parts of an outer split must hold whole runs of the next finer one.
+        parts = 1
+        for groups in sorted({groups for groups, _ in splits}):
+            if groups % parts:
                 return False
-            outer = 1
-            for other_groups, other_size in splits:
-                if other_groups < groups:
-                    outer *= other_size
-            if groups % outer:
-                return False
+            parts = groups * prod(size for other, size in splits if other == groups)
+        if value.shape[dim] % parts:
+            return False
     return True

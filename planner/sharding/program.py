@@ -13,7 +13,7 @@ from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, V
 from .mesh import Axis, Mesh
 from .placement import REPLICATED, Layout, Pair, local_type, normal, parse_pair
 from .redistribute import Change, CollectiveUse, changes
-from .rules import Call, Option, options_of, rule_of
+from .rules import Call, Option, label_groups, options_of, rule_of
 from .rules.registry import same_call
 
 # node name -> axis name -> the option's label (operations) or the pair's text (inputs, parameters, buffers, constants).
@@ -90,7 +90,7 @@ def option_named(node: Node, operands: Sequence[TensorType], label: str) -> Opti
     Raises:
         KeyError: the operation has no such option; the message lists what it has.
     """
-    options = options_of(node, operands)
+    options = options_of(node, operands, frozenset((label_groups(label),)))
     for option in options:
         if option.label == label or (label == "grad" and option.label == "none" and len(options) == 1):
             return option

@@ -11,7 +11,7 @@ from itertools import permutations
 
 from ..capture.graph import TensorType
 from .mesh import Axis
-from .placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, Pair, local_type
+from .placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, Pair, can_split, local_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ class Change:
             if op not in COLLECTIVES or (phase == "backward" and not self.before.requires_grad):
                 continue
             num_bytes = max(self.before.num_bytes, self.after.num_bytes)
-            uses.append(
-                CollectiveUse(op=op, axis=axis.name, num_bytes=num_bytes, phase=phase, dtype=self.before.dtype)
-            )
+            uses.append(CollectiveUse(op=op, axis=axis.name, num_bytes=num_bytes, phase=phase, dtype=self.before.dtype))
         return tuple(uses)
 
 
@@ -129,6 +127,8 @@ def _walk(
             return
         before = local_type(value, state, axes)
         state[axis.name] = wanted
+        if not can_split(value, state, axes):
+            return
         after = local_type(value, state, axes)
         found = conversion(source, wanted)
         assert found is not None

@@ -11,11 +11,14 @@ from .registry import (
     Call,
     Factor,
     Operand,
-    Option,
     OpRule,
+    Option,
     Saved,
     SeedRef,
+    interesting_groups,
+    label_groups,
     options_of,
+    plain_label,
     register,
     registered_ops,
     rule_of,
@@ -26,6 +29,6 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         importlib.import_module(f"{__name__}.{_module}")
 
 __all__ = [
-    "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "options_of", "register",
-    "registered_ops", "rule_of",
+    "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups", "label_groups",
+    "options_of", "plain_label", "register", "registered_ops", "rule_of",
 ]  # fmt: skip

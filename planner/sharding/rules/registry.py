@@ -8,16 +8,19 @@ On one mesh axis an operation picks one *option*: a factor that is split ("b", "
 
 A factor's pairs follow from where it lies: an operand that holds it at dim i is S(i), one that lacks it is R/P; an output
 that holds it is S(j), one that lacks it (contracted) is P/R.
+
+An option with `takes_groups` exists in grouped forms as well: label "d2;3" is "d2" with the groups of every split times 3.
+Which group counts are worth asking for follows from the views of a template: `interesting_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ....cost_models.work import Pass, Work
-from ...capture.graph import Arg, Kind, Node, Ref, TensorType
+from ...capture.graph import Arg, Kind, Node, Ref, Template, TensorType
 from ..placement import REPLICATED, SUMMED_GRADIENT, Pair
 from ..redistribute import CollectiveUse
 
@@ -28,6 +31,8 @@ class Option:
 
     `extent` must be divisible by the axis size, times the sizes of other axes that pick the same label (0: any size).
     `runs_collectives`: the body communicates inside, so the option cannot be taken on the microbatch axis.
+    `takes_groups`: any set of positions of the split dim may be computed apart from the others, so grouped splits are exact too.
+    `one_axis`: the body splits over one axis only, so no second axis may take the same label.
     """
 
     label: str
@@ -35,6 +40,22 @@ class Option:
     outputs: tuple[Pair, ...]
     extent: int = 0
     runs_collectives: bool = False
+    takes_groups: bool = False
+    one_axis: bool = False
+
+    def grouped(self, groups: int) -> Option:
+        """The same option on splits of `groups` times as many runs."""
+
+        def pair(old: Pair) -> Pair:
+            return replace(old, groups=old.groups * groups) if old.is_split else old
+
+        return replace(
+            self,
+            label=f"{self.label};{groups}",
+            operands=tuple(pair(p) for p in self.operands),
+            outputs=tuple(pair(p) for p in self.outputs),
+            extent=self.extent // groups,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +142,7 @@ def pointwise_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Wor
     numel = sum(t.numel for t in outputs)
     wanted = sum(t.num_bytes for t in operands if t.requires_grad)
     backward = Pass(flops=numel, bytes=written + read + wanted, kernels=1) if wanted else Pass()
-    return Work(
-        forward=Pass(flops=numel, bytes=read + written, kernels=1), backward=backward, dtype=outputs[0].dtype
-    )
+    return Work(forward=Pass(flops=numel, bytes=read + written, kernels=1), backward=backward, dtype=outputs[0].dtype)
 
 
 def saves_operands(node: Node) -> Saved:
@@ -190,10 +209,11 @@ def registered_ops() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def options_of(node: Node, operands: Sequence[TensorType]) -> tuple[Option, ...]:
+def options_of(node: Node, operands: Sequence[TensorType], groups: frozenset[int] = frozenset()) -> tuple[Option, ...]:
     """Every option of an operation, "none" and "grad" first; `operands` are the global operand types.
 
-    Without a gradient "grad" is the same as "none" and left out. An operation without a rule has only these.
+    Without a gradient "grad" is the same as "none" and left out. An operation without a rule has only these. Options that
+    take groups are followed by their forms for every count in `groups` that divides their extent.
     """
     if node.kind is not Kind.OP:
         raise ValueError(f"{node.name} is no operation")
@@ -203,8 +223,32 @@ def options_of(node: Node, operands: Sequence[TensorType]) -> tuple[Option, ...]
         found.append(Option(label="grad", operands=(SUMMED_GRADIENT,) * count, outputs=(SUMMED_GRADIENT,) * outs))
     rule = rule_of(node.op)
     if rule is not None:
-        found.extend(rule.options(node, operands))
+        for option in rule.options(node, operands):
+            found.append(option)
+            if option.takes_groups:
+                found.extend(option.grouped(g) for g in sorted(groups) if g > 1 and option.extent % g == 0)
     return tuple(found)
+
+
+def plain_label(label: str) -> str:
+    """The label without its groups: "d2" for "d2;3"."""
+    return label.partition(";")[0]
+
+
+def label_groups(label: str) -> int:
+    """The groups of a label: 3 for "d2;3", 1 for "d2"."""
+    _, _, groups = label.partition(";")
+    return int(groups) if groups.isdigit() else 1
+
+
+def interesting_groups(template: Template) -> frozenset[int]:
+    """The group counts above one that the views of a template make: flattened dims, fused projections, concatenations."""
+    found: set[int] = set()
+    for node in template.nodes:
+        if node.kind is Kind.OP:
+            for option in options_of(node, [template.type_of(ref) for ref in node.operands]):
+                found.update(p.groups for p in (*option.operands, *option.outputs) if p.is_split and p.groups > 1)
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +260,7 @@ class Factor:
     operands: tuple[Pair | int | None, ...]
     outputs: tuple[Pair | int | None, ...]
     summed: Pair = field(default=Pair("P/R"))
+    takes_groups: bool = True
 
     def option(self) -> Option:
         def pair(place: Pair | int | None, missing: Pair) -> Pair:
@@ -228,4 +273,5 @@ class Factor:
             operands=tuple(pair(p, SUMMED_GRADIENT) for p in self.operands),
             outputs=tuple(pair(p, self.summed) for p in self.outputs),
             extent=self.size,
+            takes_groups=self.takes_groups,
         )
