@@ -25,8 +25,8 @@ class Gemm:
 class Pass:
     """One direction (forward or backward) of one or more operations.
 
-    `gemms` run on the matrix units; `flops` are all other arithmetic; `bytes` is the traffic to HBM of an eager run (each
-    operation reads its operands and writes its results once), products included; `kernels` counts launches.
+    `gemms` run on the matrix units; `flops` are all other arithmetic; `bytes` is the traffic to HBM of an eager run
+    (each operation reads its operands and writes its results once), products included; `kernels` counts launches.
     `attention_flops` is work inside a fused attention kernel (not in `flops`), causal skipping already applied.
     """
 

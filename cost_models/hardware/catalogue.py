@@ -1,0 +1,144 @@
+"""Finds GPUs and clusters by name: one TOML file each, in gpus/ and clusters/, or a file of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from ..errors import HardwareError
+from ..units import BITS_PER_BYTE, GB, GIB
+from .cluster import GIGABIT, Cluster, parse_link, parse_network
+from .gpu import Gpu, parse_gpu
+from .toml_file import Table, nearest, open_table
+
+_FOLDER = Path(__file__).parent
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (_FOLDER / folder).glob("*.toml")))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Every GPU of the catalogue, sorted."""
+    return _names("gpus")
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Every cluster of the catalogue, sorted."""
+    return _names("clusters")
+
+
+def _is_path(name_or_path: str) -> bool:
+    return name_or_path.endswith(".toml") or "/" in name_or_path
+
+
+def _find(name_or_path: str, folder: str, what: str) -> Path:
+    if _is_path(name_or_path):
+        return Path(name_or_path)
+    names = _names(folder)
+    if name_or_path not in names:
+        raise HardwareError(
+            f"there is no {what} {name_or_path!r}",
+            fix=f"{nearest(name_or_path, names)} Or give the path of a TOML file",
+        )
+    return _FOLDER / folder / f"{name_or_path}.toml"
+
+
+@cache
+def load_gpu(name_or_path: str) -> Gpu:
+    """A GPU by catalogue name or file.
+
+    Raises:
+        HardwareError: no such GPU (the nearest names are listed), or a file that makes no sense.
+    """
+    path = _find(name_or_path, "gpus", "GPU")
+    return parse_gpu(path.stem, open_table(path))
+
+
+@cache
+def load_cluster(
+    name_or_path: str,
+    *,
+    hbm_gib: float | None = None,
+    gpus_per_node: int | None = None,
+    nics_per_node: int | None = None,
+    nic_gbit_per_second: float | None = None,
+    intra_node_gb_per_second: float | None = None,
+    sustained_fraction: float | None = None,
+) -> Cluster:
+    """A cluster by catalogue name or file, with single facts overridden.
+
+    Raises:
+        HardwareError: no such cluster (the nearest names are listed), a file or an override that makes no
+            sense.
+    """
+    path = _find(name_or_path, "clusters", "cluster")
+    cluster = _parse_cluster(path)
+    overrides = {
+        "hbm_gib": hbm_gib, "gpus_per_node": gpus_per_node, "nics_per_node": nics_per_node,
+        "nic_gbit_per_second": nic_gbit_per_second, "intra_node_gb_per_second": intra_node_gb_per_second,
+        "sustained_fraction": sustained_fraction,
+    }  # fmt: skip
+    for name, value in overrides.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise HardwareError(f"{name} is {value}; it must be more than 0")
+    if sustained_fraction is not None and sustained_fraction > 1:
+        raise HardwareError(f"sustained_fraction is {sustained_fraction}; it must be at most 1")
+    gpu, link, network = cluster.gpu, cluster.intra_node, cluster.inter_node
+    if hbm_gib is not None:
+        if hbm_gib * GIB <= gpu.overhead_bytes:
+            raise HardwareError(f"hbm_gib {hbm_gib} is less than context and libraries take on {gpu.name}")
+        gpu = replace(gpu, hbm_bytes=int(hbm_gib * GIB))
+    if sustained_fraction is not None:
+        gpu = replace(gpu, sustained_fraction=sustained_fraction)
+    if intra_node_gb_per_second is not None:
+        rate = intra_node_gb_per_second * GB
+        link = replace(
+            link, bytes_per_second=rate, by_ranks=(), all_reduce_bytes_per_second=None, send_bytes_per_second=rate
+        )
+    if nics_per_node is not None or nic_gbit_per_second is not None:
+        if network is None:
+            raise HardwareError(
+                f"{cluster.name} has no network to override", fix="choose a cluster with an [inter_node] table"
+            )
+        if nics_per_node is not None:
+            network = replace(network, nics_per_node=nics_per_node)
+        if nic_gbit_per_second is not None:
+            network = replace(network, nic_bytes_per_second=nic_gbit_per_second * GIGABIT / BITS_PER_BYTE)
+    given = {name for name, value in overrides.items() if value is not None}
+    return replace(
+        cluster,
+        gpu=gpu,
+        gpus_per_node=gpus_per_node or cluster.gpus_per_node,
+        intra_node=link,
+        inter_node=network,
+        sources=cluster.sources + tuple((name, "given by the user") for name in sorted(given)),
+    )
+
+
+@cache
+def _parse_cluster(path: Path) -> Cluster:
+    table = open_table(path)
+    table.check_keys(("description", "gpu", "gpus_per_node", "intra_node", "inter_node"))
+    gpus_per_node = table.count("gpus_per_node")
+    gpu = _gpu_of(table, path)
+    link = parse_link(table.table("intra_node"), gpus_per_node)
+    network = parse_network(table.table("inter_node")) if table.has("inter_node") else None
+    return Cluster(
+        name=path.stem,
+        description=table.text("description"),
+        gpu=gpu,
+        gpus_per_node=gpus_per_node,
+        intra_node=link,
+        inter_node=network,
+        sources=tuple(sorted(table.sources.items())),
+    )
+
+
+def _gpu_of(table: Table, path: Path) -> Gpu:
+    """`gpu` is a catalogue name, a path beside the cluster's file, or a whole table."""
+    if isinstance(table.data.get("gpu"), dict):
+        return parse_gpu(path.stem, table.table("gpu"))
+    name = table.text("gpu")
+    return load_gpu(str(path.parent / name) if _is_path(name) else name)

@@ -1,0 +1,153 @@
+"""What connects the devices: the link inside a node, the network between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import HardwareError
+from ..units import BITS_PER_BYTE, GB, MICROSECOND
+from .gpu import Gpu
+from .toml_file import Table, nearest
+
+INTRA_KINDS = ("switch", "mesh", "pcie", "host")
+GIGABIT = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link inside a node, as collectives see it.
+
+    `bytes_per_second` is the bus bandwidth of a large ring collective over the whole node, per rank and direction;
+    `by_ranks` has it for smaller groups (ranks -> bytes/s) where topology makes it differ.
+    `all_reduce_bytes_per_second` is the bus bandwidth of all_reduce where the switch adds in the network (NVLS): nothing
+    else gains from it.
+    A collective over n ranks starts in `latency_seconds + n * latency_per_rank_seconds`.
+    """
+
+    kind: str  # one of INTRA_KINDS
+    bytes_per_second: float
+    send_bytes_per_second: float
+    latency_seconds: float
+    latency_per_rank_seconds: float
+    by_ranks: tuple[tuple[int, float], ...] = ()
+    all_reduce_bytes_per_second: float | None = None
+
+    def bus(self, ranks: int) -> float:
+        """Bus bandwidth of a group of `ranks` ranks: of the smallest listed group that is not smaller."""
+        for size, rate in self.by_ranks:
+            if size >= ranks:
+                return rate
+        return self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The network between nodes. All NICs of a node together carry `node_bytes_per_second` each way.
+
+    `efficiency_fraction` is what collectives get of it, `send_fraction` what point to point gets; `oversubscription`
+    divides both (2 = a half-bandwidth tree). `accelerates_all_reduce`: switches add in the network.
+    """
+
+    nics_per_node: int
+    nic_bytes_per_second: float
+    efficiency_fraction: float
+    send_fraction: float
+    latency_seconds: float
+    oversubscription: float = 1.0
+    accelerates_all_reduce: bool = False
+
+    @property
+    def node_bytes_per_second(self) -> float:
+        return self.nics_per_node * self.nic_bytes_per_second / self.oversubscription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cluster:
+    """Nodes of `gpus_per_node` equal devices; any number of them. `inter_node` None: one node only.
+
+    Compared and hashed by identity: `load_cluster` returns the same object for the same arguments.
+    """
+
+    name: str
+    description: str
+    gpu: Gpu
+    gpus_per_node: int
+    intra_node: Link
+    inter_node: Network | None
+    sources: tuple[tuple[str, str], ...]
+
+    def check_gpus(self, gpus: int) -> None:
+        """Refuse a number of devices that this cluster cannot have.
+
+        Raises:
+            HardwareError: not positive, more than one node without a network, or nodes that are not full.
+        """
+        if gpus < 1:
+            raise HardwareError(f"{gpus} GPUs are asked for", fix="give a positive number of GPUs")
+        if gpus <= self.gpus_per_node:
+            return
+        if self.inter_node is None:
+            raise HardwareError(
+                f"{self.name} is one node of {self.gpus_per_node} GPUs; {gpus} are asked for",
+                fix="choose fewer GPUs or a cluster with a network",
+            )
+        if gpus % self.gpus_per_node:
+            low = gpus // self.gpus_per_node * self.gpus_per_node
+            raise HardwareError(
+                f"{gpus} GPUs do not fill nodes of {self.gpus_per_node} ({self.name})",
+                fix=f"use {low} or {low + self.gpus_per_node} GPUs, or another number of GPUs per node",
+            )
+
+
+def parse_link(table: Table, gpus_per_node: int) -> Link:
+    table.check_keys(
+        ("kind", "bus_gb_per_second", "bus_gb_per_second_by_ranks", "all_reduce_gb_per_second", "send_gb_per_second")
+        + ("latency_microseconds", "latency_per_rank_microseconds")
+    )
+    kind = table.text("kind")
+    if kind not in INTRA_KINDS:
+        raise table.fail("kind", f"is {kind!r}", nearest(kind, INTRA_KINDS))
+    bus = table.number("bus_gb_per_second") * GB
+    by_ranks: tuple[tuple[int, float], ...] = ()
+    if table.has("bus_gb_per_second_by_ranks"):
+        rates = table.numbers("bus_gb_per_second_by_ranks")
+        if len(rates) != gpus_per_node - 1:
+            raise table.fail(
+                "bus_gb_per_second_by_ranks",
+                f"has {len(rates)} numbers",
+                f"give one for each of 2..{gpus_per_node} ranks",
+            )
+        by_ranks = tuple((ranks, rate * GB) for ranks, rate in enumerate(rates, start=2))
+    return Link(
+        kind=kind,
+        bytes_per_second=bus,
+        send_bytes_per_second=table.number("send_gb_per_second") * GB,
+        latency_seconds=table.number("latency_microseconds", is_low_ok=True) * MICROSECOND,
+        latency_per_rank_seconds=table.number("latency_per_rank_microseconds", is_low_ok=True) * MICROSECOND,
+        by_ranks=by_ranks,
+        all_reduce_bytes_per_second=(
+            table.number("all_reduce_gb_per_second") * GB if table.has("all_reduce_gb_per_second") else None
+        ),
+    )
+
+
+def parse_network(table: Table) -> Network:
+    table.check_keys(
+        ("nics_per_node", "nic_gbit_per_second", "efficiency_fraction", "send_fraction", "latency_microseconds")
+        + ("oversubscription", "accelerates_all_reduce")
+    )
+    accelerates = table.data.get("accelerates_all_reduce", False)
+    if not isinstance(accelerates, bool):
+        raise table.fail("accelerates_all_reduce", f"must be true or false, not {accelerates!r}")
+    oversubscription = table.number("oversubscription") if table.has("oversubscription") else 1.0
+    if oversubscription < 1:
+        raise table.fail("oversubscription", f"is {oversubscription:g}; it must be at least 1")
+    return Network(
+        nics_per_node=table.count("nics_per_node"),
+        nic_bytes_per_second=table.number("nic_gbit_per_second") * GIGABIT / BITS_PER_BYTE,
+        efficiency_fraction=table.number("efficiency_fraction", high=1.0),
+        send_fraction=table.number("send_fraction", high=1.0),
+        latency_seconds=table.number("latency_microseconds", is_low_ok=True) * MICROSECOND,
+        oversubscription=oversubscription,
+        accelerates_all_reduce=accelerates,
+    )

@@ -1,0 +1,132 @@
+"""What a device can do: capacity, rates, and the few constants of its GEMM and attention curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import HardwareError
+from ..units import GB, GIB, MICROSECOND, TERA
+from .toml_file import Table, nearest
+
+# Rates a file may give. "tf32" is what float32 products use where the stack allows it.
+RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmCurve:
+    """Constants of `compute.gemm_seconds`. Source of the form: docs/accuracy.md, measured tables per file.
+
+    rate_fraction: best fraction of the peak that the largest tile reaches in a short burst.
+    start_seconds: launch, prologue and epilogue of one product.
+    k_overhead: loop iterations' worth of k that filling the pipeline of a tile costs.
+    tile_penalty: loss of efficiency of small tiles.
+    """
+
+    rate_fraction: float
+    start_seconds: float
+    k_overhead: float
+    tile_penalty: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCurve:
+    """Fused attention: `peak_fraction / (1 + short_keys / keys)` of the matrix peak forward.
+
+    Backward runs at `backward_fraction` of that rate.
+    """
+
+    peak_fraction: float
+    short_keys: float
+    backward_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gpu:
+    """One device, as one rank sees it.
+
+    `peak_flops_per_second` is dense, by rate name (RATE_NAMES). `sustained_fraction` is what power and clocks leave of a
+    short burst over a training run. `launch_seconds` is host time per eager kernel, `kernel_seconds` device time that a
+    kernel takes beside its traffic. `overhead_bytes` is taken by context, libraries and allocator. Compared and hashed by
+    identity.
+    """
+
+    name: str
+    description: str
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    hbm_fraction: float
+    peak_flops_per_second: Mapping[str, float]
+    sm_count: int
+    sustained_fraction: float
+    gemm: GemmCurve
+    attention: AttentionCurve
+    launch_seconds: float
+    kernel_seconds: float
+    overhead_bytes: int
+    sources: tuple[tuple[str, str], ...]
+
+    def rate(self, name: str) -> float:
+        """Dense peak of a rate.
+
+        Raises:
+            HardwareError: the device has none.
+        """
+        try:
+            return self.peak_flops_per_second[name]
+        except KeyError:
+            have = ", ".join(self.peak_flops_per_second)
+            raise HardwareError(
+                f"{self.name} has no {name} matrix rate (it has: {have})", fix="choose another precision or cluster"
+            ) from None
+
+
+def parse_gpu(name: str, table: Table) -> Gpu:
+    """A Gpu from its table.
+
+    Raises:
+        HardwareError: a key is missing, unknown or absurd.
+    """
+    table.check_keys(
+        ("description", "hbm_gib", "hbm_gb_per_second", "hbm_fraction", "sm_count", "sustained_fraction")
+        + ("launch_microseconds", "kernel_microseconds", "overhead_gib", "peak_tflops", "gemm", "attention")
+    )
+    peaks, gemm, attention = table.table("peak_tflops"), table.table("gemm"), table.table("attention")
+    peaks.check_keys(RATE_NAMES)
+    gemm.check_keys(("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty"))
+    attention.check_keys(("peak_fraction", "short_keys", "backward_fraction"))
+    for required in ("float64", "float32"):
+        if not peaks.has(required):
+            raise peaks.fail(required, "is missing")
+    hbm_bytes = int(table.number("hbm_gib") * GIB)
+    overhead_bytes = int(table.number("overhead_gib", is_low_ok=True) * GIB)
+    if overhead_bytes >= hbm_bytes:
+        raise table.fail("overhead_gib", "leaves no memory")
+    return Gpu(
+        name=name,
+        description=table.text("description"),
+        hbm_bytes=hbm_bytes,
+        hbm_bytes_per_second=table.number("hbm_gb_per_second") * GB,
+        hbm_fraction=table.number("hbm_fraction", high=1.0),
+        peak_flops_per_second={rate: peaks.number(rate) * TERA for rate in RATE_NAMES if peaks.has(rate)},
+        sm_count=table.count("sm_count"),
+        sustained_fraction=table.number("sustained_fraction", high=1.0),
+        gemm=GemmCurve(
+            rate_fraction=gemm.number("rate_fraction", high=1.0),
+            start_seconds=gemm.number("start_microseconds", is_low_ok=True) * MICROSECOND,
+            k_overhead=gemm.number("k_overhead", is_low_ok=True),
+            tile_penalty=gemm.number("tile_penalty", is_low_ok=True, high=0.9),
+        ),
+        attention=AttentionCurve(
+            peak_fraction=attention.number("peak_fraction", high=1.0),
+            short_keys=attention.number("short_keys", is_low_ok=True),
+            backward_fraction=attention.number("backward_fraction", high=1.5),
+        ),
+        launch_seconds=table.number("launch_microseconds", is_low_ok=True) * MICROSECOND,
+        kernel_seconds=table.number("kernel_microseconds", is_low_ok=True) * MICROSECOND,
+        overhead_bytes=overhead_bytes,
+        sources=tuple(sorted(table.sources.items())),
+    )
+
+
+__all__ = ["RATE_NAMES", "AttentionCurve", "GemmCurve", "Gpu", "nearest", "parse_gpu"]
