@@ -1,0 +1,289 @@
+"""Lowered program + stages + policies -> every collective of one optimizer step, as data: what `verify` holds a run to.
+
+Nothing here is estimated: the counts and payloads are those that PyTorch 2.13 shows when a step of the emitted package
+is recorded on gloo ranks. What was measured there, and is relied on:
+
+- FSDP2 gathers one flat buffer per module; every parameter's dim 0 is padded to a multiple of the axis. Gradients are
+  reduce-scattered once a step, in the same layout, without the frozen parameters.
+- With reshard_after_forward=False (ZeRO-2) and gradients accumulated, a module is gathered once a step.
+- With reshard_after_forward=True (ZeRO-3) each forward and each backward gathers, except where the backward before has
+  kept the parameters: pipeline schedules (and the emitted loop) reshard only after the last backward. A gather happens
+  at each forward that follows no backward, and at the first of consecutive backwards: microbatches + 1 a step, both
+  for GPipe and 1F1B.
+- A recomputation under FSDP gathers nothing more: the hook before the backward has already gathered.
+- Non-reentrant checkpointing stops the recomputation once the last saved tensor is there: collectives behind it are not
+  repeated.
+- Pipeline stages send each output as its own message; its gradient comes back as one, if it has one. Metadata goes only
+  in the first step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..capture.graph import ITEM_BYTES, Kind, TensorType, Value
+from ..plan import CollectivePlan
+from ..sharding.placement import REPLICATED, SUMMED_GRADIENT, Pair, local_type
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
+from ..sharding.redistribute import CollectiveUse
+from ..sharding.rules import rule_of
+
+PRELUDE_UNIT = 0
+WORLD, TIED = "world", "tied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """A parameter of one stage as one rank holds it on tp, before data parallelism shards it.
+
+    `shape`: the local shape; a split in groups is held with the groups as a dim of their own. `group`: FQN of the
+    repeated block it is sharded with under FSDP2, "" for the root.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    is_partial_on_tp: bool
+    group: str
+
+
+def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
+    """Local shape of a parameter on an axis; S(dim; groups) is held as a plain split of (..., groups, rest, ...)."""
+    if not pair.is_split:
+        return value.shape
+    dim, groups = pair.dim, pair.groups
+    run = value.shape[dim] // groups // size
+    middle = (run,) if groups == 1 else (groups, run)
+    return (*value.shape[:dim], *middle, *value.shape[dim + 1 :])
+
+
+def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
+    """The parameters that units [first, last) read, each once, in order of first use."""
+    graph, mesh = program.graph, program.mesh
+    found: dict[str, HeldParameter] = {}
+    for index in range(first, last):
+        unit = graph.units[index]
+        lowered = program.templates[unit.template]
+        fqns = dict(unit.tensors)
+        for held in lowered.tensors:
+            node = lowered.template.by_name[held.ref.node]
+            if node.kind is not Kind.PARAMETER or fqns[node.name] in found:
+                continue
+            pair = held.layout.get("tp", REPLICATED)
+            found[fqns[node.name]] = HeldParameter(
+                fqn=fqns[node.name],
+                shape=held_shape(node.output, pair, mesh.tp),
+                dtype=node.output.dtype,
+                trainable=node.output.requires_grad,
+                is_partial_on_tp=pair == SUMMED_GRADIENT and node.output.requires_grad,
+                group=unit.fqn if lowered.template.is_module else "",
+            )
+    return tuple(found.values())
+
+
+def padded_bytes(held: HeldParameter, dp: int) -> int:
+    """Bytes of the parameter in FSDP2's gathered buffer."""
+    rows = -(-held.shape[0] // dp) * dp
+    return rows * prod(held.shape[1:]) * ITEM_BYTES[held.dtype]
+
+
+def shard_bytes(held: HeldParameter, dp: int, dp_rank: int) -> int:
+    """Bytes of one rank's part under FSDP2: dim 0 in chunks of equal size, the last ones shorter or empty."""
+    if dp == 1 or not held.shape:
+        return prod(held.shape) * ITEM_BYTES[held.dtype]
+    chunk = -(-held.shape[0] // dp)
+    rows = min(max(held.shape[0] - dp_rank * chunk, 0), chunk)
+    return rows * prod(held.shape[1:]) * ITEM_BYTES[held.dtype]
+
+
+def expected_collectives(
+    program: ModelProgram,
+    stages: Sequence[tuple[int, int]],
+    *,
+    zero: int,
+    schedule: str,
+    activation_checkpoint: str,
+    dp_rank: int = 0,
+) -> tuple[CollectivePlan, ...]:
+    """Every collective of one rank of every stage in one step with gradient clipping, summed up by kind and payload.
+
+    `stages` are unit ranges [first, last). `dp_rank` matters only for the payload of uneven FSDP2 shards: rank 0 has
+    the largest. `schedule` does not change a count, see above. Payloads are in the graph's dtypes.
+    """
+    found: list[CollectivePlan] = []
+    for stage, (first, last) in enumerate(stages):
+        counts: Counter[tuple[str, str, int, str]] = Counter()
+        for use, reason, count in _passes(program, first, last, activation_checkpoint):
+            counts[use.axis, use.op, use.num_bytes, reason] += count
+        for axis, op, num_bytes, reason, count in _once_a_step(program, stages, stage, zero, dp_rank):
+            counts[axis, op, num_bytes, reason] += count
+        found.extend(
+            CollectivePlan(stage=stage, axis=axis, op=op, count=count, num_bytes=num_bytes, reason=reason)
+            for (axis, op, num_bytes, reason), count in sorted(counts.items())
+        )
+    return tuple(found)
+
+
+def _passes(
+    program: ModelProgram, first: int, last: int, activation_checkpoint: str
+) -> Iterator[tuple[CollectiveUse, str, int]]:
+    """(collective, reason, times a step) of the operations and conversions of a stage."""
+    graph, times = program.graph, program.mesh.microbatches
+    for use in _prelude_uses(program, first, last):
+        yield use, "forward", 1
+    for index in range(max(first, 1), last):
+        unit = graph.units[index]
+        lowered = program.templates[unit.template]
+        for position in range(len(unit.inputs)):
+            for change in program.edge(index, position)[1]:
+                for use in change.collectives(program.mesh.axis(change.axis)):
+                    yield use, use.phase, times
+        for use in lowered.collectives():
+            yield use, use.phase, times
+        if activation_checkpoint == "full" and lowered.template.is_module:
+            for use in recomputed(lowered):
+                yield use, "recompute", times
+
+
+def recomputed(lowered: TemplateProgram) -> tuple[CollectiveUse, ...]:
+    """The forward collectives that a unit's recomputation repeats: those up to the last step that saves a tensor."""
+    uses: list[CollectiveUse] = []
+    until = 0
+    for step in lowered.steps:
+        mine = step.collectives if isinstance(step, Compute) else conversion_uses(step)
+        uses.extend(use for use in mine if use.phase == "forward")
+        if isinstance(step, Compute) and _saves(step):
+            until = len(uses)
+    return tuple(uses[:until])
+
+
+def _saves(step: Compute) -> bool:
+    if not any(value.requires_grad for value in step.outputs):
+        return False
+    rule = rule_of(step.node.op)
+    if rule is None:
+        return True
+    saved = rule.saved(step.node)
+    return bool(saved.operands or saved.outputs or saved.extra_bytes)
+
+
+def _prelude_uses(program: ModelProgram, first: int, last: int) -> Iterator[CollectiveUse]:
+    """Collectives of the part of the prelude that a stage needs, dead code left out."""
+    graph = program.graph
+    lowered = program.templates[graph.units[PRELUDE_UNIT].template]
+    wanted = {
+        lowered.template.outputs[value.output]
+        for index in range(max(first, 1), last)
+        for value in graph.units[index].inputs
+        if value.unit == PRELUDE_UNIT
+    }
+    if graph.loss.unit == PRELUDE_UNIT:
+        wanted.add(lowered.template.outputs[graph.loss.output])
+    # A conversion is needed if a later step reads its target, an operation if any of its results is read.
+    targets = {var for var in lowered.outputs if var.ref in wanted}
+    needed: list[Convert | Compute] = []
+    for step in reversed(lowered.steps):
+        if isinstance(step, Convert):
+            if step.target in targets:
+                targets.add(step.source)
+                needed.append(step)
+        elif any(result in targets for result in step.results):
+            targets.update(step.operands)
+            needed.append(step)
+    for step in reversed(needed):
+        yield from step.collectives if isinstance(step, Compute) else conversion_uses(step)
+
+
+def stage_values(program: ModelProgram, boundary: int) -> tuple[Value, ...]:
+    """The values that cross the pipeline edge before unit `boundary`: made before, read behind; of the prelude none."""
+    graph = program.graph
+    read = {
+        value
+        for unit in graph.units[boundary:]
+        for value in unit.inputs
+        if PRELUDE_UNIT < value.unit < boundary
+    }  # fmt: skip
+    return tuple(sorted(read, key=lambda value: (value.unit, value.output)))
+
+
+def _messages(program: ModelProgram, boundary: int) -> Iterator[tuple[int, bool]]:
+    """(bytes, has a gradient) of each value on a pipeline edge, in one microbatch."""
+    graph, axes = program.graph, program.mesh.axes
+    for value in stage_values(program, boundary):
+        layout = program.templates[graph.units[value.unit].template].outputs[value.output].layout
+        local = local_type(graph.type_of(value), layout, axes)
+        yield local.num_bytes, local.requires_grad
+
+
+def _once_a_step(
+    program: ModelProgram, stages: Sequence[tuple[int, int]], stage: int, zero: int, dp_rank: int
+) -> Iterator[tuple[str, str, int, str, int]]:
+    """(axis, op, bytes, reason, count) of pipeline messages, parameters, loss and clipping of one stage."""
+    graph, mesh = program.graph, program.mesh
+    first, last = stages[stage]
+    if stage > 0:
+        for num_bytes, has_gradient in _messages(program, first):
+            yield "pp", "recv", num_bytes, "stage", mesh.microbatches
+            if has_gradient:
+                yield "pp", "send", num_bytes, "stage", mesh.microbatches
+    if stage + 1 < len(stages):
+        for num_bytes, has_gradient in _messages(program, last):
+            yield "pp", "send", num_bytes, "stage", mesh.microbatches
+            if has_gradient:
+                yield "pp", "recv", num_bytes, "stage", mesh.microbatches
+
+    held = held_parameters(program, first, last)
+    shards = mesh.dp if zero >= 2 else 1
+    if shards > 1:
+        yield from _fsdp(held, mesh.dp, zero, mesh.microbatches)
+    trainable = [parameter for parameter in held if parameter.trainable]
+    if mesh.tp > 1:
+        partial = [parameter for parameter in trainable if parameter.is_partial_on_tp]
+        yield from _bucket("tp", partial, shards, dp_rank, "partial gradients")
+    if mesh.dp > 1 and shards == 1:
+        yield from _bucket("dp", trainable, 1, dp_rank, "partial gradients")
+    others = [held_parameters(program, *theirs) for index, theirs in enumerate(stages) if index != stage]
+    elsewhere = {parameter.fqn for theirs in others for parameter in theirs}
+    for parameter in trainable:
+        if parameter.fqn in elsewhere:
+            yield TIED, "all_reduce", shard_bytes(parameter, shards, dp_rank), "tied", 1
+    if mesh.world_size > 1:
+        loss = ITEM_BYTES[graph.type_of(graph.loss).dtype]
+        yield WORLD, "all_reduce", loss, "loss", 1
+        yield WORLD, "all_reduce", ITEM_BYTES["float32"], "clip", 1
+
+
+def _fsdp(
+    held: Iterable[HeldParameter], dp: int, zero: int, microbatches: int
+) -> Iterator[tuple[str, str, int, str, int]]:
+    gathered: Counter[str] = Counter()
+    scattered: Counter[str] = Counter()
+    for parameter in held:
+        gathered[parameter.group] += padded_bytes(parameter, dp)
+        if parameter.trainable:
+            scattered[parameter.group] += padded_bytes(parameter, dp)
+    for group, num_bytes in gathered.items():
+        yield "dp", "all_gather", num_bytes, "fsdp", 1 if zero == 2 else microbatches + 1
+        if scattered[group]:
+            yield "dp", "reduce_scatter", scattered[group], "fsdp", 1
+
+
+def _bucket(
+    axis: str, parameters: Sequence[HeldParameter], shards: int, dp_rank: int, reason: str
+) -> Iterator[tuple[str, str, int, str, int]]:
+    """One all_reduce for all parameters of one dtype."""
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        sizes[parameter.dtype] += shard_bytes(parameter, shards, dp_rank)
+    for num_bytes in sizes.values():
+        yield axis, "all_reduce", num_bytes, reason, 1
+
+
+__all__ = [
+    "HeldParameter", "expected_collectives", "held_parameters", "held_shape", "padded_bytes",
+    "recomputed", "shard_bytes", "stage_values",
+]  # fmt: skip
