@@ -2,9 +2,9 @@
 
 Records keep the field order of `planner.plan`, mappings are sorted, floats have six significant digits, and a list or
 mapping of plain values stays on one line where it fits. Reading validates against `plan.schema.json` and then the few
-facts a schema cannot say. Predictions (times, bytes, collectives, runner-ups) are required but only data: `emit` recomputes
-none of them, so after a hand edit they describe the plan before the edit; `autopar plan --check` and `autopar verify` say
-where they no longer hold.
+facts a schema cannot say. Predictions (times, bytes, collectives, runner-ups) are required but only data: `emit`
+recomputes none of them, so after a hand edit they describe the plan before the edit; `autopar plan --check` and
+`autopar verify` say where they no longer hold.
 """
 
 from __future__ import annotations
