@@ -20,6 +20,11 @@ class Gemm:
     def flops(self) -> int:
         return FLOPS_PER_MULTIPLY_ADD * self.batch * self.m * self.n * self.k
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of both operands and the result."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
@@ -27,7 +32,8 @@ class Pass:
 
     `gemms` run on the matrix units; `flops` are all other arithmetic; `bytes` is the traffic to HBM of an eager run
     (each operation reads its operands and writes its results once), products included; `kernels` counts launches.
-    `attention_flops` is work inside a fused attention kernel (not in `flops`), causal skipping already applied.
+    `attention_flops` is work inside a fused attention kernel (not in `flops`), causal skipping already applied;
+    `attention_bytes` is that kernel's part of `bytes`: all of it where a pass of attention alone leaves it out.
     """
 
     gemms: tuple[Gemm, ...] = ()
@@ -35,6 +41,11 @@ class Pass:
     bytes: int = 0
     attention_flops: int = 0
     kernels: int = 0
+    attention_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.attention_flops and not self.attention_bytes:
+            object.__setattr__(self, "attention_bytes", self.bytes)
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
@@ -43,6 +54,7 @@ class Pass:
             bytes=self.bytes + other.bytes,
             attention_flops=self.attention_flops + other.attention_flops,
             kernels=self.kernels + other.kernels,
+            attention_bytes=self.attention_bytes + other.attention_bytes,
         )
 
     @property

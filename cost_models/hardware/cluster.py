@@ -19,8 +19,8 @@ class Link:
 
     `bytes_per_second` is the bus bandwidth of a large ring collective over the whole node, per rank and direction;
     `by_ranks` has it for smaller groups (ranks -> bytes/s) where topology makes it differ.
-    `all_reduce_bytes_per_second` is the bus bandwidth of all_reduce where the switch adds in the network (NVLS): nothing
-    else gains from it.
+    `all_reduce_bytes_per_second` is the bus bandwidth of all_reduce where the switch adds in the network (NVLS):
+    nothing else gains from it.
     A collective over n ranks starts in `latency_seconds + n * latency_per_rank_seconds`.
     """
 

@@ -45,10 +45,10 @@ class AttentionCurve:
 class Gpu:
     """One device, as one rank sees it.
 
-    `peak_flops_per_second` is dense, by rate name (RATE_NAMES). `sustained_fraction` is what power and clocks leave of a
-    short burst over a training run. `launch_seconds` is host time per eager kernel, `kernel_seconds` device time that a
-    kernel takes beside its traffic. `overhead_bytes` is taken by context, libraries and allocator. Compared and hashed by
-    identity.
+    `peak_flops_per_second` is dense, by rate name (RATE_NAMES). `sustained_fraction` is what power and clocks leave of
+    a short burst over a training run. `launch_seconds` is host time per eager kernel, `kernel_seconds` device time that
+    a kernel takes beside its traffic. `overhead_bytes` is taken by context, libraries and allocator. Compared and
+    hashed by identity.
     """
 
     name: str

@@ -1,0 +1,143 @@
+"""Collectives -> seconds: latency and bandwidth per link level, for groups inside a node and across nodes.
+
+Bytes are counted as in `CollectiveUse`: the full tensor for all_reduce and broadcast, the gathered one for all_gather,
+the unreduced one for reduce_scatter, the local one for all_to_all, what is sent for send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, log2
+
+from .hardware import Cluster, Link, Network
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
+GRADIENT_SYNCS = ("all_reduce", "reduce_scatter_all_gather", "parameter_server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Where the ranks of a group sit: `ranks_per_node` of them on each of `nodes` nodes.
+
+    `groups_per_node`: how many such groups share the NICs of a node at the same time; together they own all of them.
+    """
+
+    size: int
+    ranks_per_node: int
+    nodes: int
+    groups_per_node: int
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.ranks_per_node, self.nodes, self.groups_per_node) < 1:
+            raise ValueError(f"a group has positive counts: {self}")
+        if self.ranks_per_node * self.nodes < self.size:
+            raise ValueError(f"{self.nodes} nodes of {self.ranks_per_node} ranks do not hold {self.size} ranks")
+
+
+def axis_group(size: int, stride: int, cluster: Cluster) -> Group:
+    """The group of a mesh axis: ranks b, b + stride, ... (tp has stride 1, dp stride TP, pp stride DP * TP).
+
+    Where groups differ (an axis that does not fit into nodes evenly), the most spread one is taken.
+    """
+    return _axis_group(size, stride, cluster.gpus_per_node)
+
+
+@cache
+def _axis_group(size: int, stride: int, gpus_per_node: int) -> Group:
+    if size * stride <= gpus_per_node:
+        return Group(size=size, ranks_per_node=size, nodes=1, groups_per_node=max(1, gpus_per_node // size))
+    if stride >= gpus_per_node:
+        return Group(size=size, ranks_per_node=1, nodes=size, groups_per_node=gpus_per_node)
+    nodes = 1
+    for first in range(stride):
+        # The pattern of one stride's worth of bases covers every alignment when the axis starts at rank 0.
+        nodes = max(nodes, len({(first + i * stride) // gpus_per_node for i in range(size)}))
+    ranks_per_node = ceil(size / nodes)
+    return Group(
+        size=size, ranks_per_node=ranks_per_node, nodes=nodes, groups_per_node=max(1, gpus_per_node // ranks_per_node)
+    )
+
+
+def collective_seconds(op: str, num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of one collective, alone on its links but for the groups beside it.
+
+    Raises:
+        ValueError: an unknown operation.
+        HardwareError: the group spans nodes and the cluster has no network.
+    """
+    if op not in OPS:
+        raise ValueError(f"unknown collective {op!r}; one of {', '.join(OPS)}")
+    if group.size == 1 or num_bytes <= 0:
+        return 0.0
+    if group.nodes == 1:
+        return _inside_node(op, num_bytes, group, cluster.intra_node)
+    if cluster.inter_node is None:
+        cluster.check_gpus(cluster.gpus_per_node + 1)
+    assert cluster.inter_node is not None
+    return _across_nodes(op, num_bytes, group, cluster.intra_node, cluster.inter_node)
+
+
+def _ring_volume(op: str, size: int) -> float:
+    """Bytes that each rank sends in a ring, over the bytes of the collective."""
+    if op == "all_reduce":
+        return 2 * (size - 1) / size
+    if op in ("broadcast", "reduce", "send"):
+        return 1.0
+    return (size - 1) / size
+
+
+def _inside_node(op: str, num_bytes: float, group: Group, link: Link) -> float:
+    if op == "send":
+        return link.latency_seconds + num_bytes / link.send_bytes_per_second
+    latency = link.latency_seconds + group.size * link.latency_per_rank_seconds
+    bandwidth = link.bus(group.size)
+    if op == "all_reduce" and link.all_reduce_bytes_per_second is not None and group.size > 2:
+        bandwidth = max(bandwidth, link.all_reduce_bytes_per_second)
+    return latency + _ring_volume(op, group.size) * num_bytes / bandwidth
+
+
+def _across_nodes(op: str, num_bytes: float, group: Group, link: Link, network: Network) -> float:
+    share = network.node_bytes_per_second / group.groups_per_node
+    inside = link.bus(group.ranks_per_node) if group.ranks_per_node > 1 else link.send_bytes_per_second
+    if op == "send":
+        # One rank of each group sends across, through the NICs beside it.
+        own = network.nic_bytes_per_second * max(
+            1, ceil(network.nics_per_node / (group.groups_per_node * group.ranks_per_node))
+        )
+        bandwidth = min(share, own / network.oversubscription) * network.send_fraction
+        return network.latency_seconds + link.latency_seconds + num_bytes / min(bandwidth, link.send_bytes_per_second)
+    bandwidth = min(share * network.efficiency_fraction, inside)
+    hops = (group.nodes - 1) * network.latency_seconds + (group.size - group.nodes) * link.latency_per_rank_seconds
+    if op == "all_to_all":
+        outside = group.ranks_per_node * num_bytes * (group.size - group.ranks_per_node) / group.size
+        within = num_bytes * (group.ranks_per_node - 1) / group.size
+        return link.latency_seconds + hops + max(outside / (share * network.efficiency_fraction), within / inside)
+    if op != "all_reduce":
+        return link.latency_seconds + hops + _ring_volume(op, group.size) * num_bytes / bandwidth
+    depth = ceil(log2(group.nodes))
+    up_and_down = 2 * (depth * network.latency_seconds + group.ranks_per_node * link.latency_per_rank_seconds)
+    if network.accelerates_all_reduce:
+        return link.latency_seconds + up_and_down + num_bytes / min(share * network.efficiency_fraction, inside)
+    ring = 2 * hops + _ring_volume(op, group.size) * num_bytes / bandwidth
+    tree = up_and_down + 2 * num_bytes / bandwidth
+    return link.latency_seconds + min(ring, tree)
+
+
+def gradient_sync_seconds(kind: str, num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds to add up gradients (and hand out parameters) of `num_bytes` over a group, by one of GRADIENT_SYNCS.
+
+    parameter_server: every gradient is reduced to the rank that owns it and its parameter broadcast back. The owners
+    take turns at their links: each of them receives from all others and sends to all others.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind == "all_reduce":
+        return collective_seconds("all_reduce", num_bytes, group, cluster)
+    if kind == "reduce_scatter_all_gather":
+        return sum(collective_seconds(op, num_bytes, group, cluster) for op in ("reduce_scatter", "all_gather"))
+    if kind == "parameter_server":
+        part = num_bytes / group.size
+        return group.size * sum(collective_seconds(op, part, group, cluster) for op in ("reduce", "broadcast"))
+    raise ValueError(f"unknown gradient synchronisation {kind!r}; one of {', '.join(GRADIENT_SYNCS)}")
