@@ -18,7 +18,7 @@ from functools import lru_cache
 from math import ceil, sqrt
 
 from .hardware import Gpu
-from .stack import EAGER, Stack
+from .stacks import EAGER, Stack
 from .work import FLOPS_PER_MULTIPLY_ADD, Gemm, Pass, Work
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

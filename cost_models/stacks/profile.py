@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from .errors import AutoparError
-from .hardware.toml_file import nearest, read_toml
+from ..errors import AutoparError
+from ..hardware.toml_file import nearest, read_toml
 
-_FOLDER = Path(__file__).parent / "stacks"
+_FOLDER = Path(__file__).parent
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "fusion": ("eager", "compiled"),
