@@ -1,1 +1,5 @@
-"""autopar: planner/schedules."""
+"""Pipeline schedules: one file each, found by walking this folder."""
+
+from .registry import Schedule, action_table, get_schedule, schedule_names
+
+__all__ = ["Schedule", "action_table", "get_schedule", "schedule_names"]

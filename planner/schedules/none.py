@@ -1,0 +1,26 @@
+"""No pipeline: one stage runs forward and backward of every microbatch in turn (gradient accumulation)."""
+
+from ...cost_models.timeline import BACKWARD, FORWARD, Action
+from .registry import Schedule
+
+
+def _actions(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in (FORWARD, BACKWARD)),)
+
+
+def _in_flight(stage: int, stages: int, microbatches: int) -> int:
+    return 1
+
+
+def _refuse(stages: int, microbatches: int) -> str:
+    return "" if stages == 1 else f"it has no pipeline, and there are {stages} stages"
+
+
+SCHEDULE = Schedule(
+    name="none",
+    description="one stage; microbatches accumulate gradients",
+    torch_class="",
+    actions=_actions,
+    in_flight=_in_flight,
+    refuse=_refuse,
+)
