@@ -1,0 +1,174 @@
+"""Where to cut the units into pipeline stages: a small integer program over cut positions, and an exact search to check it.
+
+Units 1..n are cut into S contiguous runs. P_k, W_k, A_k are sums over the first k units: seconds of one microbatch (both
+directions), bytes held throughout (state), bytes kept per microbatch in flight. f_s microbatches are in flight at stage s.
+
+    c[s,k]        1 where stages 0..s hold the first k units together, s = 0..S-2 (binary); stage S-1 ends at n
+    T             seconds of the slowest stage
+
+    min   (m - 1) T  +  sum_s,k B_k c[s,k]                    fill and drain pay every stage once: sum of all units, a constant
+    s.t.  sum_k c[s,k] = 1                                    for each s
+          sum_k k c[s,k] - sum_k k c[s-1,k] >= 1              no stage is empty
+          T >= sum_k P_k (c[s,k] - c[s-1,k])                  for each s
+          sum_k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M       for each s
+
+With m the number of microbatches and B_k the seconds that a cut behind unit k adds to a step (messages). Prefix sums make all
+rows linear: no product of variables. `cut_by_search` solves the same problem by dynamic programming over (stage, units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+import pulp
+
+from .placements_ilp import NoAssignment, run_solver
+
+_SCALE = 1e6  # microseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """Units in order (without the prelude), seconds and bytes each; `cut_seconds[k]` is paid a step for a cut behind unit k."""
+
+    seconds: tuple[float, ...]
+    held_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    cut_seconds: tuple[float, ...]
+    in_flight: tuple[int, ...]  # by stage
+    microbatches: int
+    room_bytes: float
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.in_flight)
+
+
+def objective(cutting: Cutting, ends: Sequence[int]) -> float:
+    """(m - 1) T plus the price of the cuts; infinite where a stage is empty or does not fit. `ends` has S - 1 positions."""
+    bounds = [0, *ends, len(cutting.seconds)]
+    slowest = 0.0
+    for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last <= first:
+            return inf
+        used = sum(cutting.held_bytes[first:last]) + cutting.in_flight[stage] * sum(cutting.kept_bytes[first:last])
+        if used > cutting.room_bytes:
+            return inf
+        slowest = max(slowest, sum(cutting.seconds[first:last]))
+    return (cutting.microbatches - 1) * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
+
+
+def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:
+    """The best ends of all stages but the last, in units.
+
+    Raises:
+        NoAssignment: too few units, or nothing fits.
+    """
+    units, stages = len(cutting.seconds), cutting.num_stages
+    if units < stages:
+        raise NoAssignment
+    if stages == 1:
+        if objective(cutting, ()) == inf:
+            raise NoAssignment
+        return ()
+    time = (0.0, *accumulate(cutting.seconds))
+    held = (0.0, *accumulate(cutting.held_bytes))
+    kept = (0.0, *accumulate(cutting.kept_bytes))
+    lp = pulp.LpProblem("stages", pulp.LpMinimize)
+    slowest = lp.add_variable("T", 0)
+    cuts = {
+        (s, k): lp.add_variable(f"c{s:04d}_{k:05d}", 0, 1, pulp.LpInteger)
+        for s in range(stages - 1)
+        for k in range(s + 1, units - (stages - 2 - s))
+    }
+    terms = [(slowest, (cutting.microbatches - 1) * 1.0)]
+    terms += [(column, cutting.cut_seconds[k - 1] * _SCALE + 1e-6 * k) for (_, k), column in cuts.items()]
+    lp.setObjective(pulp.LpAffineExpression(terms))
+
+    def difference(s: int, weights: Sequence[float], scale: float) -> tuple[list[tuple[pulp.LpVariable, float]], float]:
+        """sum_k w_k (c[s,k] - c[s-1,k]) as terms and a constant."""
+        found = [(column, weights[k] * scale) for (t, k), column in cuts.items() if t == s]
+        found += [(column, -weights[k] * scale) for (t, k), column in cuts.items() if t == s - 1]
+        return found, weights[units] * scale if s == stages - 1 else 0.0
+
+    def at_most(columns: list[tuple[pulp.LpVariable, float]], limit: float) -> None:
+        lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(columns), pulp.LpConstraintLE, rhs=limit))
+
+    order = tuple(float(k) for k in range(units + 1))
+    room = max(cutting.room_bytes, 1.0)
+    for s in range(stages):
+        if s < stages - 1:
+            column_sum = [(column, 1.0) for (t, _), column in cuts.items() if t == s]
+            lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(column_sum), pulp.LpConstraintEQ, rhs=1))
+        columns, constant = difference(s, order, -1.0)
+        at_most(columns, -1.0 - constant)
+        columns, constant = difference(s, time, _SCALE)
+        at_most([*columns, (slowest, -1.0)], -constant)
+        used = tuple(h + cutting.in_flight[s] * a for h, a in zip(held, kept, strict=True))
+        columns, constant = difference(s, used, 1 / room)
+        at_most(columns, cutting.room_bytes / room - constant)
+    run_solver(lp, as_mip=True, time_limit_seconds=time_limit_seconds)
+    found = {s: k for (s, k), column in cuts.items() if (column.varValue or 0.0) > 0.5}
+    ends = tuple(found[s] for s in range(stages - 1))
+    if objective(cutting, ends) == inf:
+        raise NoAssignment
+    return ends
+
+
+def cut_by_search(cutting: Cutting) -> tuple[int, ...]:
+    """The same by dynamic programming: for each possible slowest stage the cheapest cuts that stay below it.
+
+    Raises:
+        NoAssignment: too few units, or nothing fits.
+    """
+    units, stages = len(cutting.seconds), cutting.num_stages
+    time = (0.0, *accumulate(cutting.seconds))
+    limits = sorted({time[b] - time[a] for a in range(units) for b in range(a + 1, units + 1)})
+    best: tuple[float, tuple[int, ...]] = (inf, ())
+    low, high = 0, len(limits) - 1
+    # Below the first feasible limit nothing fits; above, cuts may get cheaper while T grows: try until T alone is worse.
+    while low < high:
+        middle = (low + high) // 2
+        if _cheapest(cutting, limits[middle]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    for limit in limits[low:]:
+        if (cutting.microbatches - 1) * limit >= best[0]:
+            break
+        ends = _cheapest(cutting, limit)
+        if ends is not None:
+            best = min(best, (objective(cutting, ends), ends))
+            if not any(cutting.cut_seconds):
+                break
+    if best[0] == inf:
+        raise NoAssignment
+    assert len(best[1]) == stages - 1
+    return best[1]
+
+
+def _cheapest(cutting: Cutting, limit: float) -> tuple[int, ...] | None:
+    """Ends with the least price of cuts whose stages take at most `limit` seconds and fit."""
+    units, stages = len(cutting.seconds), cutting.num_stages
+    time = (0.0, *accumulate(cutting.seconds))
+    held = (0.0, *accumulate(cutting.held_bytes))
+    kept = (0.0, *accumulate(cutting.kept_bytes))
+    front: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for s in range(stages):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (price, ends) in front.items():
+            for last in range(first + 1, units - (stages - 1 - s) + 1):
+                used = held[last] - held[first] + cutting.in_flight[s] * (kept[last] - kept[first])
+                if time[last] - time[first] > limit * (1 + 1e-12) or used > cutting.room_bytes:
+                    break
+                if s == stages - 1:
+                    if last == units:
+                        following[units] = min(following.get(units, (inf, ())), (price, ends))
+                    continue
+                candidate = (price + cutting.cut_seconds[last - 1], (*ends, last))
+                following[last] = min(following.get(last, (inf, ())), candidate)
+        front = following
+    return front[units][1] if units in front else None

@@ -1,0 +1,57 @@
+"""The stage ILP against its own search and against plain enumeration."""
+
+import random
+from itertools import combinations
+from math import inf
+
+import pytest
+from autopar.planner.search.placements_ilp import NoAssignment
+from autopar.planner.search.stages_ilp import Cutting, cut_by_ilp, cut_by_search, objective
+
+
+def random_cutting(seed: int) -> Cutting:
+    rng = random.Random(seed)
+    units, stages = rng.randint(3, 8), rng.randint(2, 4)
+    held = tuple(float(rng.randint(1, 20)) for _ in range(units))
+    return Cutting(
+        seconds=tuple(rng.choice([1e-3, 2e-3, rng.random() * 1e-2]) for _ in range(units)),
+        held_bytes=held,
+        kept_bytes=tuple(float(rng.randint(0, 5)) for _ in range(units)),
+        cut_seconds=tuple(rng.random() * 1e-3 for _ in range(units)),
+        in_flight=tuple(range(stages, 0, -1)),
+        microbatches=rng.choice([1, 4, 8]),
+        room_bytes=rng.choice([inf, sum(held) / stages * 2.0]) if rng.random() < 0.9 else 1.0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ilp_and_search_equal_enumeration(seed):
+    cutting = random_cutting(seed)
+    if cutting.room_bytes == inf:
+        cutting = Cutting(**{name: getattr(cutting, name) for name in cutting.__slots__} | {"room_bytes": 1e6})
+    units = len(cutting.seconds)
+    want = min(
+        (objective(cutting, ends) for ends in combinations(range(1, units), cutting.num_stages - 1)), default=inf
+    )
+    if want == inf:
+        with pytest.raises(NoAssignment):
+            cut_by_ilp(cutting)
+        with pytest.raises(NoAssignment):
+            cut_by_search(cutting)
+        return
+    assert objective(cutting, cut_by_ilp(cutting)) == pytest.approx(want, abs=1e-9)
+    assert objective(cutting, cut_by_search(cutting)) == pytest.approx(want, abs=1e-12)
+
+
+def test_uneven_stages_balance_a_heavy_head():
+    cutting = Cutting(
+        seconds=(1.0, 1.0, 1.0, 1.0, 3.0),
+        held_bytes=(1.0,) * 5,
+        kept_bytes=(0.0,) * 5,
+        cut_seconds=(0.0,) * 5,
+        in_flight=(2, 1),
+        microbatches=8,
+        room_bytes=10.0,
+    )
+    assert cut_by_ilp(cutting) in {(3,), (4,)}
+    assert objective(cutting, cut_by_ilp(cutting)) == 7 * 4.0
