@@ -1,0 +1,59 @@
+"""Embedding lookups: split over indices or features in einsum form, over rows of the table in a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ....cost_models.work import Pass, Work
+from ...capture.graph import Node
+from ..placement import PARTIAL, SUMMED_GRADIENT, split
+from .factors import factor_options
+from .registry import AxisRef, Call, Labels, LocalTypes, Operand, OpRule, Option, Saved, register, same_call
+
+
+def _flag(node: Node, position: int, name: str, default: object) -> object:
+    return node.args[position] if len(node.args) > position else dict(node.kwargs).get(name, default)
+
+
+def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    table, ids = operands
+    padding = _flag(node, 2, "padding_idx", -1)
+    if _flag(node, 4, "sparse", False):
+        return ()
+    # Scaling by frequency counts the indices of the whole batch.
+    counts_ids = bool(_flag(node, 3, "scale_grad_by_freq", False))
+    dims = ["" if counts_ids else f"d{i}" for i in range(len(ids.shape))]
+    found = factor_options([["", "f"], dims], [[*dims, "f"]], operands, node.outputs)
+    if padding != -1 or counts_ids or table.shape[0] < 2:
+        return found
+    rows = Option(
+        label="v", operands=(split(0), SUMMED_GRADIENT), outputs=(PARTIAL,), extent=table.shape[0], one_axis=True
+    )
+    return (*found, rows)
+
+
+def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
+    axes = [axis for axis, label in labels.items() if label == "v"]
+    if not axes:
+        return same_call(node, labels, outputs, sizes)
+    if len(axes) > 1:
+        raise ValueError(f"{node.name}: the rows of a table are split over one axis only, not over {', '.join(axes)}")
+    return Call(target="embedding_rows", args=(Operand(1), Operand(0), AxisRef(axes[0])))
+
+
+def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
+    """Gathers rows; backward clears a gradient of the table and adds every output row to it."""
+    table, ids = operands
+    forward = Pass(bytes=ids.num_bytes + 2 * outputs[0].num_bytes, kernels=1)
+    if not table.requires_grad:
+        return Work(forward=forward, dtype=outputs[0].dtype)
+    traffic = table.num_bytes + ids.num_bytes + 2 * outputs[0].num_bytes
+    backward = Pass(flops=outputs[0].numel, bytes=traffic, kernels=2)
+    return Work(forward=forward, backward=backward, dtype=outputs[0].dtype)
+
+
+def _saved(node: Node) -> Saved:
+    return Saved(operands=(1,))
+
+
+register(OpRule(ops=("aten.embedding.default",), options=_options, work=_work, saved=_saved, localise=_localise))
