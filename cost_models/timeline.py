@@ -175,8 +175,8 @@ def simulate(
 ) -> Timeline:
     """Run the schedule.
 
-    `durations`: (stage, "F" or "B") -> seconds of one microbatch. `p2p_seconds`: of one transfer, alike on every edge or one
-    number for each edge s -> s+1. `slow`: rank -> factor on its compute (stragglers).
+    `durations`: (stage, "F" or "B") -> seconds of one microbatch. `p2p_seconds`: of one transfer, alike on every edge
+    or one number for each edge s -> s+1. `slow`: rank -> factor on its compute (stragglers).
 
     Raises:
         ValueError: a schedule that cannot run, or as many edges as do not fit.
