@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..cost_models.units import format_bytes, format_seconds
 from .diff import Measure, PlanDiff, TensorChange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    num_numeric: int = 0  # the last columns that hold numbers, set to the right
+from .tables import Table
 
 
 def format_measure(measure: Measure, value: float) -> str:
@@ -96,8 +87,7 @@ def diff_to_markdown(diff: PlanDiff, *, old: str, new: str) -> str:
 
 
 def _markdown_table(table: Table) -> str:
-    first_number = len(table.columns) - table.num_numeric
-    rule = ["---:" if index >= first_number else "---" for index in range(len(table.columns))]
+    rule = ["---:" if table.is_numeric(index) else "---" for index in range(len(table.columns))]
     lines = [table.columns, tuple(rule), *(tuple(map(_cell, row)) for row in table.rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,0 +1,41 @@
+"""autopar emit: write the package of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...planner.plan_json import read_plan, relative_to
+from ..console import print_result, progress
+
+
+def emit(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, edited by hand or not.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: the folder of PLAN.")] = None,
+    is_forced: Annotated[bool, typer.Option("--force", help="Replace a package that is there already.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Write the sharded module of a plan again, after checking the plan against the model.
+
+    autopar emit gpt-autopar/plan.json --force
+    """
+    plan = read_plan(plan_file)
+    folder = out or plan_file.parent
+    from ...compiler.package import check_target, emit_package
+    from ...planner.replay import graph_of
+
+    check_target(folder, force=is_forced)
+    with progress(is_quiet=is_quiet) as report:
+        report(f"capturing {plan.model.path}")
+        graph = graph_of(plan)
+        report(f"writing {folder}")
+        files = emit_package(relative_to(plan, folder), graph, folder, force=is_forced)
+    names = sorted(str(file) for file in files)
+    if is_json:
+        print_result(json.dumps({"schema_version": 1, "files": names}, indent=2))
+    else:
+        print_result("\n".join(names))

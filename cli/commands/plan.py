@@ -1,0 +1,205 @@
+"""autopar plan: search for the best plan and write the package."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...planner import explain as words
+from ...planner.diff import diff_plans
+from ...planner.diff_tables import diff_tables, headline
+from ...planner.errors import AutoparError, CheckFailed
+from ...planner.plan import Plan
+from ...planner.plan_json import plan_to_json, read_plan, relative_to
+from ..console import Progress, print_note, print_result, print_table, progress
+from ..options import default_folder, parse_assignments, parse_mesh, split_model
+
+if TYPE_CHECKING:
+    from ...planner.driver import PlanRequest
+
+DEFAULT_CLUSTER = "h100-sxm"
+
+
+class Precision(Enum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Optimizer(Enum):
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+class Checkpoint(Enum):
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL.py[:NAME]", help="The file that builds the module.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs to plan for.")] = None,
+    cluster: Annotated[str, typer.Option(help="Catalogue name or TOML file.")] = DEFAULT_CLUSTER,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples a step, over all GPUs; else as the model file has them.")
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the products.")] = Precision.FP32,
+    optimizer: Annotated[Optimizer, typer.Option(help="Of the training step.")] = Optimizer.ADAMW,
+    is_compiled: Annotated[bool, typer.Option("--compile", help="Same as --stack compiled.")] = False,
+    stack: Annotated[str, typer.Option(help="Software stack that the prices are of.")] = "eager",
+    arguments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Argument of the model; may be repeated.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SIZES]", help="ids=int64[B,1024]; repeatable.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix mesh axes.")] = None,
+    microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
+    schedule: Annotated[str | None, typer.Option(metavar="none|gpipe|1f1b", help="Fix the pipeline schedule.")] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
+    activation_checkpoint: Annotated[Checkpoint | None, typer.Option(help="Fix what is recomputed.")] = None,
+    may_split_batch: Annotated[
+        bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")
+    ] = False,
+    is_exact: Annotated[bool, typer.Option("--exact", help="Solve all axes jointly; slow.")] = False,
+    time_limit_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop searching after this, with the best plan so far.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the package; ./MODEL-autopar.")
+    ] = None,
+    is_forced: Annotated[bool, typer.Option("--force", help="Replace a package that is there already.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print plan.json; writes no package without --out.")] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN", help="Plan again what this plan.json is for; exit with 5 where it is stale."),
+    ] = None,
+    is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and notes on stderr.")] = False,
+) -> None:
+    """Find the fastest way to train a module on GPUs, and write the sharded module with its launch script.
+
+    autopar plan model.py --gpus 8 --batch-size 64
+    """
+    if check is not None:
+        _check_alone(context)
+        _check(check, is_json=is_json, is_quiet=is_quiet)
+        return
+    if model is None:
+        raise AutoparError("no model is given", fix="autopar plan model.py --gpus 8")
+    if gpus is None:
+        raise AutoparError("the number of GPUs is not given", fix=f"autopar plan {model} --gpus 8")
+    from ...planner.driver import PlanRequest
+
+    request = PlanRequest(
+        model=model,
+        arguments=parse_assignments(arguments or (), option="--set"),
+        inputs=parse_assignments(inputs or (), option="--input"),
+        gpus=gpus,
+        cluster=cluster,
+        batch_size=batch_size,
+        precision=precision.value,
+        optimizer=optimizer.value,
+        stack="compiled" if is_compiled else stack,
+        mesh=parse_mesh(mesh) if mesh else {},
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        zero=zero,
+        activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,
+        tp_may_split_batch=may_split_batch,
+        exact=is_exact,
+        time_limit_seconds=time_limit_seconds,
+    )
+    folder = out or default_folder(split_model(model)[0])
+    writes = out is not None or not is_json
+    assumed = [f"--cluster {cluster}"] if _is_default(context, "cluster") else []
+    with progress(is_quiet=is_quiet) as report:
+        found, files = _plan_and_write(request, folder if writes else None, report, is_forced=is_forced)
+    if batch_size is None:
+        assumed.append(f"--batch-size {found.batch_size}")
+    if assumed and not is_quiet:
+        print_note(f"assumed: {', '.join(assumed)}")
+    if is_json:
+        print_result(plan_to_json(relative_to(found, folder) if writes else found))
+    else:
+        _print_plan(found, files, folder)
+
+
+def _plan_and_write(
+    request: PlanRequest, folder: Path | None, report: Progress, *, is_forced: bool
+) -> tuple[Plan, tuple[Path, ...]]:
+    from ...planner.driver import make_plan
+
+    if folder is not None:
+        from ...compiler.package import check_target, emit_package
+
+        check_target(folder, force=is_forced)  # before minutes of search, not after
+    planned = make_plan(request, report)
+    if folder is None:
+        return planned.plan, ()
+    report(f"writing {folder}")
+    return planned.plan, emit_package(relative_to(planned.plan, folder), planned.graph, folder, force=is_forced)
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT"
+
+
+def _check_alone(context: typer.Context) -> None:
+    allowed = {"check", "is_json", "is_quiet"}
+    given = [name for name in context.params if name not in allowed and not _is_default(context, name)]
+    if given:
+        options = {p.name: p.opts[0] for p in context.command.params}
+        raise AutoparError(
+            f"--check takes everything from the plan, but {options[given[0]]} is given too",
+            fix="autopar plan --check plan.json",
+        )
+
+
+def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
+    """Plan again what `file` is for and compare the decision."""
+    from ...planner.driver import make_plan
+    from ...planner.replay import request_of
+
+    committed = read_plan(file)
+    with progress(is_quiet=is_quiet) as report:
+        fresh = make_plan(request_of(committed), report).plan
+    found = diff_plans(committed, fresh)
+    if is_json:
+        print_result(plan_to_json(replace(fresh, model=committed.model)))
+    else:
+        print_result(headline(found))
+        for table in () if found.is_empty else diff_tables(found):
+            print_table(table)
+    if not found.is_same_decision:
+        raise CheckFailed(
+            "the plan is stale: planning again decides otherwise",
+            where=str(file),
+            fix="run `autopar plan` again and commit its plan.json",
+        )
+
+
+def _print_plan(found: Plan, files: tuple[Path, ...], folder: Path) -> None:
+    print_result(
+        f"Plan:       {words.decision_line(found)}\n"
+        f"For:        {words.setting_line(found)}\n"
+        f"Predicted:  {words.prediction_line(found)}\n"
+        f"Solver:     {words.solver_line(found)}\n"
+    )
+    for table in (words.stage_table(found), words.time_table(found), words.runner_up_table(found)):
+        if table.rows:
+            print_table(table)
+    for note in found.notes:
+        print_result(f"note: {note}")
+    if files:
+        print_result(f"Written:    {folder}/ ({', '.join(sorted(file.name for file in files))})")
+        print_result(f"Next:       autopar verify {shlex.quote(str(folder / 'plan.json'))}")

@@ -1,0 +1,74 @@
+"""autopar verify: run the emitted code on CPU ranks against the user's module."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...planner.errors import CheckFailed
+from ...planner.plan import Plan
+from ...planner.plan_json import read_plan, relative_to
+from ..console import print_result, progress
+
+MODULE_FILE = "sharded_model.py"
+
+
+class Dtype(Enum):
+    AUTO = "auto"
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+
+
+def verify(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")],
+    is_shrunk: Annotated[
+        bool, typer.Option("--shrink", help="Each mesh axis at most 2, same schedule and policies.")
+    ] = False,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of weights and values; auto: float64 where the model allows.")
+    ] = Dtype.AUTO,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Give up after this.")] = 600,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    is_verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every difference.")] = False,
+    is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Run the emitted module on CPU ranks and compare loss, gradients, updates and collectives with the original.
+
+    autopar verify gpt-autopar/plan.json
+    """
+    file = plan_file / "plan.json" if plan_file.is_dir() else plan_file
+    plan = read_plan(file)
+    with progress(is_quiet=is_quiet) as report, tempfile.TemporaryDirectory(prefix="autopar-") as scratch:
+        package = file.parent
+        if not (package / MODULE_FILE).is_file():
+            package = Path(scratch) / "package"
+            report(f"writing the package of {file}")
+            _emit(plan, package)
+        ranks = "shrunk ranks" if is_shrunk else f"{plan.gpus} CPU ranks"
+        report(f"running {ranks} and the original")
+        from ...compiler.verify import verify as run_verify
+
+        found = run_verify(plan, package, shrink=is_shrunk, dtype=dtype.value, timeout_seconds=timeout_seconds)
+    if is_json:
+        print_result(json.dumps({"schema_version": 1, "ok": found.ok, **asdict(found)}, indent=2))
+    else:
+        print_result("\n".join(found.lines(verbose=is_verbose)))
+    if not found.ok:
+        raise CheckFailed(
+            "the emitted module does not do what the original does",
+            where=str(package if package == file.parent else file),
+            fix="report it with this plan.json; --verbose lists every difference",
+        )
+
+
+def _emit(plan: Plan, package: Path) -> None:
+    from ...compiler.package import emit_package
+    from ...planner.replay import graph_of
+
+    emit_package(relative_to(plan, package), graph_of(plan), package, force=False)

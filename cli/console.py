@@ -1,0 +1,69 @@
+"""The two streams: stdout carries the result and nothing else, stderr carries progress, notes and errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..planner.errors import AutoparError
+from ..planner.tables import Table
+
+# Width of a table where stdout is no terminal: a file or a pipe.
+_FILE_WIDTH = 140
+
+
+class Progress(Protocol):
+    """Called by the planner, the compiler and verify with one short line on what they do now."""
+
+    def __call__(self, message: str) -> None: ...
+
+
+def print_result(text: str) -> None:
+    """Write to stdout as it is."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def print_note(text: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_error(error: AutoparError) -> None:
+    """Write what happened, where, and how to fix it to stderr."""
+    sys.stderr.write(f"error: {error}\n")
+
+
+def print_table(table: Table) -> None:
+    """Write a table to stdout, in the terminal's width, coloured only on a terminal (NO_COLOR is obeyed)."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=_FILE_WIDTH)
+    shown = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if table.is_numeric(index) else "left", overflow="fold")
+    for row in table.rows:
+        # Text: a name in brackets is no markup.
+        shown.add_row(*(Text(cell) for cell in row))
+    console.print(shown)
+
+
+@contextmanager
+def progress(*, is_quiet: bool) -> Iterator[Progress]:
+    """A spinner with the last message where stderr is a terminal, else a line for each message."""
+    if is_quiet:
+        yield lambda message: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(file=sys.stderr).status("starting", spinner="line") as status:
+            yield lambda message: status.update(message)
+    else:
+        yield print_note

@@ -1,0 +1,67 @@
+"""The command line: one typer app, one file per command, and the one place where an error becomes an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from ..planner.errors import AutoparError
+from .commands import diff, emit, explain, graph, hardware, ops, plan, verify
+from .console import print_error
+from .exit_codes import ExitCode
+
+app = typer.Typer(
+    name="autopar",
+    help="Plan, write and verify a sharded PyTorch module.\n\nautopar plan model.py --gpus 8",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"autopar {version('autopar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Plan, write and verify a sharded PyTorch module.
+
+    autopar plan model.py --gpus 8
+    """
+
+
+app.command("plan")(plan.plan)
+app.command("emit")(emit.emit)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
+app.command("graph")(graph.graph)
+app.command("explain")(explain.explain)
+app.add_typer(hardware.app, name="hardware")
+app.command("ops")(ops.ops)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Bad usage leaves through SystemExit, as typer does it."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="autopar")
+    except AutoparError as error:
+        print_error(error)
+        return error.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.BUG
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""A plan -> what a person wants to know of it: the decision, where time and memory go, and why the others lost.
+
+Reads nothing but the plan, so it works wherever plan.json is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ..cost_models.units import format_bytes, format_count, format_seconds
+from .plan import Alternative, Plan
+from .tables import Table
+
+_CHECKPOINT = {
+    "none": "no activation checkpointing",
+    "selective": "selective activation checkpointing",
+    "full": "full activation checkpointing",
+}
+
+
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """ "pp=2 dp=2 tp=2", axes of size 1 left out; "1 GPU" where all are."""
+    order = [axis for axis in ("pp", "dp", "tp") if axis in mesh] + sorted(set(mesh) - {"pp", "dp", "tp"})
+    return " ".join(f"{axis}={mesh[axis]}" for axis in order if mesh[axis] > 1) or "1 GPU"
+
+
+def decision_line(plan: Plan) -> str:
+    """The whole decision in one line."""
+    parts = [format_mesh(plan.mesh)]
+    samples = plan.batch_size // (plan.microbatches * plan.mesh.get("dp", 1))
+    unit = "sample" if samples == 1 else "samples"
+    if plan.microbatches > 1:
+        parts.append(f"{plan.microbatches} microbatches of {samples} {unit}")
+    else:
+        parts.append(f"one microbatch of {samples} {unit}")
+    if plan.schedule != "none":
+        parts.append(f"schedule {plan.schedule}")
+    if plan.mesh.get("dp", 1) > 1:
+        parts.append(f"ZeRO-{plan.zero}")
+    parts.append(_CHECKPOINT[plan.activation_checkpoint])
+    return ", ".join(parts)
+
+
+def setting_line(plan: Plan) -> str:
+    """What the plan is for."""
+    return (
+        f"{plan.gpus} GPUs of {plan.cluster}, {plan.batch_size} samples a step, {plan.precision}, {plan.optimizer}, "
+        f"stack {plan.stack}"
+    )
+
+
+def prediction_line(plan: Plan) -> str:
+    rate = f", {plan.batch_size / plan.step_seconds:.3g} samples/s" if plan.step_seconds else ""
+    return f"{format_seconds(plan.step_seconds)} a step{rate}"
+
+
+def stage_table(plan: Plan) -> Table:
+    """What each stage holds, with its memory against capacity and its time a microbatch."""
+    capacity = plan.memory_capacity_bytes
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        used = f" ({stage.total_bytes / capacity:.0%})" if capacity else ""
+        rows.append(
+            (
+                str(index),
+                " ".join(stage.fqns) or f"units {stage.first} to {stage.last - 1}",
+                format_count(stage.num_parameters),
+                f"{format_bytes(stage.total_bytes)}{used}",
+                format_seconds(stage.forward_seconds),
+                format_seconds(stage.backward_seconds),
+                format_seconds(stage.step_seconds),
+            )
+        )
+    return Table(
+        title="Stages",
+        columns=("stage", "blocks", "parameters", f"memory of {format_bytes(capacity)}", "forward", "backward", "once"),
+        rows=tuple(rows),
+        num_numeric=5,
+    )
+
+
+def time_table(plan: Plan) -> Table:
+    """Where the step goes; the parts add up to it."""
+    total = plan.step_seconds
+    rows = [
+        (name, format_seconds(seconds), f"{seconds / total:.0%}" if total else "-")
+        for name, seconds in sorted(plan.time_breakdown_seconds.items(), key=lambda item: (-item[1], item[0]))
+        if seconds
+    ]
+    return Table(title="Where the step goes", columns=("part", "time", "share"), rows=tuple(rows), num_numeric=2)
+
+
+def memory_table(plan: Plan) -> Table:
+    """Memory by component, of the stage that needs most."""
+    index, stage = max(enumerate(plan.stages), key=lambda item: item[1].total_bytes)
+    rows = [
+        (name, format_bytes(size), f"{size / max(stage.total_bytes, 1):.0%}")
+        for name, size in sorted(stage.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
+        if size and name != "total"
+    ]
+    return Table(
+        title=f"Memory of stage {index}", columns=("component", "size", "share"), rows=tuple(rows), num_numeric=2
+    )
+
+
+def communication_table(plan: Plan) -> Table:
+    """Collectives a step of each stage, by axis and operation."""
+    found: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for use in plan.collectives:
+        entry = found[use.stage, use.axis, use.op]
+        entry[0] += use.count
+        entry[1] += use.count * use.num_bytes
+    rows = [
+        (str(stage), axis, op, str(count), format_bytes(size))
+        for (stage, axis, op), (count, size) in sorted(found.items())
+    ]
+    return Table(
+        title="Collectives a step",
+        columns=("stage", "axis", "operation", "count", "payload"),
+        rows=tuple(rows),
+        num_numeric=2,
+    )
+
+
+def runner_up_table(plan: Plan) -> Table:
+    """The alternatives, fastest first, with their ratio to the plan; those that do not fit last."""
+    ordered = sorted(
+        plan.alternatives,
+        key=lambda a: (a.step_seconds is None, a.step_seconds or 0.0, a.memory_bytes, format_mesh(a.mesh)),
+    )
+    rows = [
+        (
+            format_mesh(other.mesh),
+            str(other.microbatches),
+            other.schedule,
+            str(other.zero),
+            other.activation_checkpoint,
+            other.note,
+            "-" if other.step_seconds is None else format_seconds(other.step_seconds),
+            _ratio(plan, other),
+            format_bytes(other.memory_bytes),
+        )
+        for other in ordered
+    ]
+    return Table(
+        title="Runner-ups",
+        columns=("mesh", "microbatches", "schedule", "zero", "checkpoint", "note", "step", "ratio", "memory"),
+        rows=tuple(rows),
+        num_numeric=3,
+    )
+
+
+def _ratio(plan: Plan, other: Alternative) -> str:
+    if other.step_seconds is None:
+        return "does not fit"
+    return f"{other.step_seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-"
+
+
+def solver_line(plan: Plan) -> str:
+    """How good the answer is, and how it was found."""
+    solver = plan.solver
+    way = "jointly" if solver.exact else "axis by axis"
+    return (
+        f"{solver.solver}: {solver.status}, at most {solver.gap_fraction:.1%} above the lower bound of "
+        f"{format_seconds(solver.bound_seconds)}; {solver.solved} of {solver.candidates} candidates solved {way}"
+    )
+
+
+def explanations(plan: Plan) -> tuple[str, ...]:
+    """Why the plan is what it is, in plain sentences."""
+    return (*_time_sentences(plan), *_memory_sentences(plan), *_runner_up_sentences(plan))
+
+
+def _time_sentences(plan: Plan) -> tuple[str, ...]:
+    parts = {name: seconds for name, seconds in plan.time_breakdown_seconds.items() if seconds > 0}
+    if not parts or not plan.step_seconds:
+        return ()
+    name, seconds = max(sorted(parts.items()), key=lambda item: item[1])
+    found = [f"Most of the step is {name}: {seconds / plan.step_seconds:.0%}."]
+    if plan.mesh.get("pp", 1) > 1:
+        found.append(
+            f"Stages are idle {plan.bubble_fraction:.0%} of the step; more microbatches than {plan.microbatches} would "
+            "shrink that, at the price of smaller operations."
+        )
+    return tuple(found)
+
+
+def _memory_sentences(plan: Plan) -> tuple[str, ...]:
+    if not plan.memory_capacity_bytes:
+        return ()
+    index, stage = max(enumerate(plan.stages), key=lambda item: item[1].total_bytes)
+    fraction = stage.total_bytes / plan.memory_capacity_bytes
+    name, size = max(
+        ((name, size) for name, size in sorted(stage.memory_bytes.items()) if name != "total"),
+        key=lambda item: item[1],
+        default=("", 0),
+    )
+    what = f", {size / max(stage.total_bytes, 1):.0%} of it {name}" if name else ""
+    binding = "Memory binds" if fraction > 0.9 else "Memory does not bind"
+    return (
+        f"{binding}: stage {index} needs {format_bytes(stage.total_bytes)} of "
+        f"{format_bytes(plan.memory_capacity_bytes)}{what}.",
+    )
+
+
+def _runner_up_sentences(plan: Plan) -> tuple[str, ...]:
+    found = []
+    for other in plan.alternatives:
+        name = f"{format_mesh(other.mesh)} ({other.note})" if other.note else format_mesh(other.mesh)
+        if other.step_seconds is None:
+            short = other.memory_bytes - plan.memory_capacity_bytes
+            by = f", {format_bytes(short)} too much" if short > 0 else ""
+            found.append(f"{name} does not fit: it needs {format_bytes(other.memory_bytes)}{by}.")
+        elif plan.step_seconds and other.step_seconds >= plan.step_seconds:
+            slower = other.step_seconds / plan.step_seconds - 1
+            memory = format_bytes(other.memory_bytes)
+            found.append(f"{name} is predicted {slower:.1%} slower, with {memory} on the fullest GPU.")
+    return tuple(found)
