@@ -1,1 +1,1 @@
-"""autopar: compiler/launchers."""
+"""Ways to start an emitted package; one file each."""

@@ -39,15 +39,16 @@ WORLD, TIED = "world", "tied"
 class HeldParameter:
     """A parameter of one stage as one rank holds it on tp, before data parallelism shards it.
 
-    `shape`: the local shape; a split in groups is held with the groups as a dim of their own. `group`: FQN of the
-    repeated block it is sharded with under FSDP2, "" for the root.
+    `shape`: the local shape; a split in groups is held with the groups as a dim of their own. `trainable`: a
+    gradient reaches it. `partial`: axes on which that is a partial sum. `group`: FQN of the block it is sharded with
+    under FSDP2, "" for the root.
     """
 
     fqn: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
-    is_partial_on_tp: bool
+    partial: frozenset[str]
     group: str
 
 
@@ -62,26 +63,42 @@ def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
 
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
-    """The parameters that units [first, last) read, each once, in order of first use."""
+    """The parameters of a stage, each once, in order of first use; the first stage also holds those that nothing uses."""
     graph, mesh = program.graph, program.mesh
     found: dict[str, HeldParameter] = {}
-    for index in range(first, last):
+    for index in range(max(first, 1), last):
         unit = graph.units[index]
         lowered = program.templates[unit.template]
         fqns = dict(unit.tensors)
         for held in lowered.tensors:
             node = lowered.template.by_name[held.ref.node]
-            if node.kind is not Kind.PARAMETER or fqns[node.name] in found:
+            if node.kind is not Kind.PARAMETER:
                 continue
-            pair = held.layout.get("tp", REPLICATED)
-            found[fqns[node.name]] = HeldParameter(
-                fqn=fqns[node.name],
-                shape=held_shape(node.output, pair, mesh.tp),
+            fqn, layout = fqns[node.name], held.layout
+            before = found.get(fqn)
+            partial = frozenset(
+                a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad
+            )
+            found[fqn] = HeldParameter(
+                fqn=fqn,
+                shape=held_shape(node.output, layout.get("tp", REPLICATED), mesh.tp),
                 dtype=node.output.dtype,
                 trainable=node.output.requires_grad,
-                is_partial_on_tp=pair == SUMMED_GRADIENT and node.output.requires_grad,
-                group=unit.fqn if lowered.template.is_module else "",
+                partial=partial | (before.partial if before else frozenset()),
+                group=(unit.fqn if lowered.template.is_module else "") if before is None else before.group,
             )
+    if first <= 1:
+        used = {fqn for unit in graph.units for _, fqn in unit.tensors}
+        for fqn, info in graph.tensors.items():
+            if fqn not in used and not info.is_buffer:
+                found[fqn] = HeldParameter(
+                    fqn=fqn,
+                    shape=info.type.shape,
+                    dtype=info.type.dtype,
+                    trainable=False,
+                    partial=frozenset(),
+                    group="",
+                )
     return tuple(found.values())
 
 
@@ -241,11 +258,10 @@ def _once_a_step(
     if shards > 1:
         yield from _fsdp(held, mesh.dp, zero, mesh.microbatches)
     trainable = [parameter for parameter in held if parameter.trainable]
-    if mesh.tp > 1:
-        partial = [parameter for parameter in trainable if parameter.is_partial_on_tp]
-        yield from _bucket("tp", partial, shards, dp_rank, "partial gradients")
-    if mesh.dp > 1 and shards == 1:
-        yield from _bucket("dp", trainable, 1, dp_rank, "partial gradients")
+    for axis in ("dp", "tp"):
+        if axis == "tp" or shards == 1:
+            partial = [parameter for parameter in trainable if axis in parameter.partial]
+            yield from _bucket(axis, partial, shards, dp_rank)
     others = [held_parameters(program, *theirs) for index, theirs in enumerate(stages) if index != stage]
     elsewhere = {parameter.fqn for theirs in others for parameter in theirs}
     for parameter in trainable:
@@ -273,14 +289,14 @@ def _fsdp(
 
 
 def _bucket(
-    axis: str, parameters: Sequence[HeldParameter], shards: int, dp_rank: int, reason: str
+    axis: str, parameters: Sequence[HeldParameter], shards: int, dp_rank: int
 ) -> Iterator[tuple[str, str, int, str, int]]:
     """One all_reduce for all parameters of one dtype."""
     sizes: Counter[str] = Counter()
     for parameter in parameters:
         sizes[parameter.dtype] += shard_bytes(parameter, shards, dp_rank)
     for num_bytes in sizes.values():
-        yield axis, "all_reduce", num_bytes, reason, 1
+        yield axis, "all_reduce", num_bytes, "partial gradients", 1
 
 
 __all__ = [

@@ -1,0 +1,54 @@
+"""train.py and launch.sh: how the emitted package is started, with torchrun."""
+
+from __future__ import annotations
+
+from ...cost_models.hardware import load_cluster
+from ...planner.capture.graph import ModelGraph
+from ...planner.plan import Plan
+from .train_script import render_train_script
+
+_LAUNCH = """\
+#!/usr/bin/env bash
+# Starts train.py on {world} ranks ({mesh}). Options of train.py follow: bash launch.sh --steps 50 --device cpu
+#
+# On more than one node run it on each of them, with the same MASTER_ADDR and its own NODE_RANK:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash launch.sh
+set -euo pipefail
+
+HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
+NNODES="${{NNODES:-{nodes}}}"
+NODE_RANK="${{NODE_RANK:-0}}"
+NGPU="${{NGPU:-$(({world} / NNODES))}}" # ranks on this node
+MASTER_ADDR="${{MASTER_ADDR:-localhost}}"
+MASTER_PORT="${{MASTER_PORT:-29500}}"
+TORCHRUN="${{TORCHRUN:-torchrun}}"
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}" # CPU ranks share the cores
+
+if [ "$((NGPU * NNODES))" -ne {world} ]; then
+  echo "this plan needs {world} ranks, not NGPU=$NGPU x NNODES=$NNODES" >&2
+  exit 2
+fi
+
+if [ "$NNODES" -eq 1 ]; then
+  exec "$TORCHRUN" --standalone --nproc-per-node "$NGPU" "$HERE/train.py" "$@"
+fi
+exec "$TORCHRUN" --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NGPU" \\
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$HERE/train.py" "$@"
+"""
+
+
+def render_training(plan: Plan, graph: ModelGraph) -> dict[str, str]:
+    """File name -> text of the files that start the emitted module.
+
+    Raises:
+        HardwareError: the plan's cluster is not known here.
+    """
+    per_node = load_cluster(plan.cluster).gpus_per_node
+    nodes = -(-plan.gpus // per_node)
+    if plan.gpus % nodes:
+        raise ValueError(f"{plan.gpus} ranks do not fill {nodes} nodes evenly")
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one rank"
+    return {
+        "train.py": render_train_script(plan, graph),
+        "launch.sh": _LAUNCH.format(world=plan.gpus, mesh=mesh, nodes=nodes),
+    }

@@ -1,0 +1,243 @@
+"""Plan + emitted package -> the proof, or what is wrong: the one entry of this folder.
+
+Two things are held against the user's module and the plan: every value of a training step, and every collective.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...planner.capture import capture_model
+from ...planner.capture.graph import Kind, ModelGraph, Symbol
+from ...planner.errors import CheckFailed
+from ...planner.placements import program_of
+from ...planner.plan import Plan
+from ...planner.search.step_collectives import expected_collectives
+from ...planner.sharding.program import ModelProgram
+from .rank import RankJob, RankResult, run_rank
+from .ranks import run_ranks
+from .reference import Reference, run_reference
+from .report import CollectiveMismatch, RankFailure, ValueCheck, VerifyReport
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+DEFAULT_TIMEOUT_SECONDS = 600.0
+# (axis, operation, payload bytes) -> count
+Lines = Counter[tuple[str, str, int]]
+
+
+def verify(
+    plan: Plan,
+    package: Path,
+    *,
+    graph: ModelGraph | None = None,
+    dtype: str = "auto",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> VerifyReport:
+    """Run the package on CPU ranks against the user's module and return what was found; it never hangs.
+
+    `package` is the folder of sharded_model.py. `graph` saves capturing the model again.
+    `dtype` is "float64", "float32" or "auto": float64 where the model has no casts of its own.
+
+    Raises:
+        CheckFailed: the user's module itself does not run on the CPU.
+        AutoparError: the model file or the plan cannot be read.
+    """
+    begin = time.monotonic()
+    path = os.path.abspath(plan.model.path)
+    if graph is None:
+        model = plan.model
+        graph = capture_model(
+            path, name=model.name, arguments=model.arguments, inputs=model.inputs, batch_size=plan.batch_size
+        ).graph
+    notes: list[str] = []
+    if dtype == "auto":
+        dtype = "float32" if has_casts(graph) else "float64"
+        if dtype == "float32":
+            notes.append("float32, because the model itself casts to a fixed dtype")
+    if graph.is_random:
+        notes.append("values compared with dropout switched off on both sides; its draws differ from one process's")
+    program = program_of(plan, graph)
+    results, failure, reference = _run(plan, package, path, graph, dtype, timeout_seconds)
+    found = VerifyReport(
+        mesh=plan.mesh,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        activation_checkpoint=plan.activation_checkpoint,
+        dtype=dtype,
+        tolerance=TOLERANCE[dtype],
+        seconds=time.monotonic() - begin,
+        num_values=0,
+        worst={},
+        failure=failure,
+        notes=tuple(notes),
+    )
+    if failure is not None or reference is None:
+        return found
+    checks = [check for result in results for check in result.checks]
+    worst: dict[str, float] = {}
+    for check in checks:
+        worst[check.what] = max(worst.get(check.what, 0.0), check.relative)
+    bad = [check for check in checks if not check.ok]
+    bad += _missing(graph, reference, results)
+    return replace(
+        found,
+        seconds=time.monotonic() - begin,
+        num_values=len(checks),
+        worst=worst,
+        bad_values=tuple(sorted(bad, key=lambda check: (check.what, check.name, check.rank))),
+        collectives=sum(sum(result.recorded.values()) for result in results),
+        mismatches=tuple(compare_collectives(plan, program, results)),
+    )
+
+
+def has_casts(graph: ModelGraph) -> bool:
+    """Whether an operation names a floating dtype, so that running in another one would not be the user's model."""
+    for template in graph.templates:
+        for node in template.nodes:
+            if node.kind is not Kind.OP or not node.output.dtype.startswith(("float", "bfloat")):
+                continue
+            arguments = [*node.args, *(value for _, value in node.kwargs)]
+            named = [a.name for a in arguments if isinstance(a, Symbol) and a.kind == "dtype"]
+            takes_gradient = any(template.type_of(ref).dtype != node.output.dtype for ref in node.operands)
+            if takes_gradient and any(name.startswith(("float", "bfloat")) for name in named):
+                return True
+    return False
+
+
+def _run(
+    plan: Plan, package: Path, path: str, graph: ModelGraph, dtype: str, timeout_seconds: float
+) -> tuple[list[RankResult], RankFailure | None, Reference | None]:
+    """The reference step, then the ranks, each under the time limit."""
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        saved = os.path.join(folder, "reference.pt")
+        arguments = (plan.model, path, plan.batch_size, dtype, saved)
+        _, failure = run_ranks(run_reference, [arguments], timeout_seconds=timeout_seconds)
+        if failure is not None:
+            raise CheckFailed(
+                f"the unsharded module does not run: {failure.error}",
+                where=f"{path}:{plan.model.name}, one training step on the CPU, batch {plan.batch_size}, {dtype}",
+                fix="a step too large for this machine can be checked smaller: --shrink, or --set a smaller model",
+            )
+        world_size = 1
+        for size in plan.mesh.values():
+            world_size *= size
+        jobs = [
+            RankJob(
+                rank=rank,
+                world_size=world_size,
+                package=str(package.resolve()),
+                reference=saved,
+                store=os.path.join(folder, "store"),
+                dtype=dtype,
+                tolerance=TOLERANCE[dtype],
+                batch_dims={value.name: value.batch_dim for value in graph.inputs},
+                is_random=graph.is_random,
+                timeout_seconds=timeout_seconds,
+            )
+            for rank in range(world_size)
+        ]
+        answers, failure = run_ranks(run_rank, [(job,) for job in jobs], timeout_seconds=timeout_seconds)
+        results = [answer for answer in answers if isinstance(answer, RankResult)]
+        reference = Reference.load(Path(saved)) if failure is None else None
+        return results, failure, reference
+
+
+def _missing(graph: ModelGraph, reference: Reference, results: Sequence[RankResult]) -> list[ValueCheck]:
+    """Trainable parameters, and buffers that the step changes, that no rank holds."""
+    held = frozenset().union(*(result.names for result in results))
+    changed = {
+        name
+        for name, value in reference.buffers.items()
+        if name in reference.state and not value.equal(reference.state[name])
+    }
+    missing = []
+    for name, info in graph.tensors.items():
+        if held & {name, *info.aliases}:
+            continue
+        if name in reference.gradients or name in changed:
+            what = "gradient" if name in reference.gradients else "buffer"
+            note = f"{name} (held by no rank)"
+            missing.append(ValueCheck(what=what, name=note, rank=-1, relative=float("inf"), ok=False))
+    return missing
+
+
+def compare_collectives(plan: Plan, program: ModelProgram, results: Sequence[RankResult]) -> list[CollectiveMismatch]:
+    """Recorded against planned collectives, both ways; and the plan's own list against its placements."""
+    stages = [(stage.first, stage.last) for stage in plan.stages]
+    per_stage = plan.mesh["dp"] * plan.mesh["tp"]
+    found: list[CollectiveMismatch] = []
+    for dp_rank in range(plan.mesh["dp"]):
+        lines = expected_collectives(
+            program,
+            stages,
+            zero=plan.zero,
+            schedule=plan.schedule,
+            activation_checkpoint=plan.activation_checkpoint,
+            dp_rank=dp_rank,
+        )
+        if dp_rank == 0 and plan.collectives != lines:
+            found.extend(_stale(plan, lines))
+        for rank, result in enumerate(results):
+            if rank // plan.mesh["tp"] % plan.mesh["dp"] != dp_rank:
+                continue
+            planned: Lines = Counter()
+            for line in lines:
+                if line.stage == rank // per_stage:
+                    planned[_axis_key(line.axis, plan.mesh), line.op, line.num_bytes] += line.count
+            recorded: Lines = Counter()
+            for (ranks, op, num_bytes), count in result.recorded.items():
+                recorded[_axis_of(ranks, rank, plan.mesh), op, num_bytes] += count
+            found.extend(_differences(rank, planned, recorded))
+    return sorted(found, key=lambda mismatch: (mismatch.rank, mismatch.axis, mismatch.op, mismatch.num_bytes))
+
+
+def _differences(rank: int, planned: Lines, recorded: Lines) -> list[CollectiveMismatch]:
+    return [
+        CollectiveMismatch(
+            rank=rank, axis=axis, op=op, num_bytes=num_bytes, planned=planned[axis, op, num_bytes],
+            recorded=recorded[axis, op, num_bytes],
+        )
+        for axis, op, num_bytes in sorted(planned.keys() | recorded.keys())
+        if planned[axis, op, num_bytes] != recorded[axis, op, num_bytes]
+    ]  # fmt: skip
+
+
+def _stale(plan: Plan, lines: Sequence[object]) -> list[CollectiveMismatch]:
+    """The plan's list against the one that follows from its placements (rank -1: no rank has run for this)."""
+
+    def summed(items: Sequence[object]) -> Lines:
+        counts: Lines = Counter()
+        for item in items:
+            counts[f"{item.axis} (stage {item.stage})", item.op, item.num_bytes] += item.count  # pyright: ignore
+        return counts
+
+    return _differences(-1, summed(plan.collectives), summed(lines))
+
+
+def _axis_key(axis: str, mesh: Mapping[str, int]) -> str:
+    """An axis by the ranks it joins: the world is an axis if only one is larger than 1; ties run along pp."""
+    if axis == "tied":
+        return "pp"
+    large = [name for name, size in mesh.items() if size > 1]
+    return large[0] if axis == "world" and len(large) == 1 else axis
+
+
+def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mapping[str, int]) -> str:
+    """The axis whose line through `rank` the ranks of a group lie on."""
+    tp, dp = mesh["tp"], mesh["dp"]
+    world = tp * dp * mesh["pp"]
+    here = {"pp": rank // (tp * dp), "dp": rank // tp % dp, "tp": rank % tp}
+    strides = {"pp": tp * dp, "dp": tp, "tp": 1}
+    for axis, stride in strides.items():
+        line = {rank + (i - here[axis]) * stride for i in range(mesh[axis])}
+        # Ties may join some stages only; the other axes always take part as a whole.
+        if len(ranks) > 1 and (set(ranks) == line or (axis == "pp" and set(ranks) < line)):
+            return axis
+    return "world" if len(ranks) == world else f"ranks {','.join(map(str, ranks))}"

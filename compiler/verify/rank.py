@@ -1,0 +1,200 @@
+"""What one rank does in a verification: runs the emitted step, compares every value, records its collectives."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .dropout import dropout_off
+from .recorder import CollectiveRecorder, Recorded
+from .reference import CLIP_NORM, Reference, optimizers
+from .report import ValueCheck
+
+# A value that is small beside all of its kind may err by this part of them: some gradients are exactly zero.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """Everything a rank needs to know. `batch_dims`: model input -> its batch dim."""
+
+    rank: int
+    world_size: int
+    package: str
+    reference: str
+    store: str
+    dtype: str
+    tolerance: float
+    batch_dims: Mapping[str, int | None]
+    is_random: bool
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """`names`: parameters and buffers that this rank's stage holds."""
+
+    checks: tuple[ValueCheck, ...]
+    names: frozenset[str]
+    recorded: Recorded
+
+
+def run_rank(job: RankJob) -> RankResult:
+    """Join the group, verify, leave."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, job.dtype))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.store}",
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_seconds),
+    )
+    try:
+        return _verify(job)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _imported(package: Path) -> Iterator[Any]:
+    """The emitted sharded_model; it imports its neighbours by their bare names."""
+    sys.path.insert(0, str(package))
+    try:
+        yield importlib.import_module("sharded_model")
+    finally:
+        sys.path.remove(str(package))
+
+
+def _verify(job: RankJob) -> RankResult:
+    os.environ.setdefault("LOCAL_RANK", str(job.rank))
+    wanted = Reference.load(Path(job.reference))
+    with _imported(Path(job.package)) as emitted:
+        mesh = emitted.build_mesh("cpu")
+        stage = emitted.build_stage(mesh, torch.device("cpu"))
+        stage.train()
+        emitted.load_full_state_dict(stage, wanted.state)
+        inputs = _share(wanted.inputs, job.batch_dims, mesh)
+        compare = _Comparison(job.rank, job.tolerance)
+        start = _snapshot(stage)
+        with dropout_off() if job.is_random else nullcontext():
+            loss = emitted.train_step(stage, mesh, inputs, 0)
+        compare.one("loss", "loss", loss, wanted.loss, floor=0.0)
+        gradients = _gradients(emitted, stage)
+        held = {name for name in gradients if name in wanted.gradients}
+        compare.all("gradient", {name: gradients[name] for name in held}, wanted.gradients, wanted.norm)
+        buffers = dict(stage.named_buffers())
+        known = {name: value for name, value in buffers.items() if name in wanted.buffers}
+        compare.all("buffer", known, wanted.buffers, None)
+        for name, make in optimizers(getattr(torch, job.dtype)).items():
+            _restore(stage, start)
+            make([parameter for parameter in stage.parameters() if parameter.requires_grad]).step()
+            state = emitted.full_state_dict(stage)
+            stepped = {fqn: state[fqn] for fqn in held}
+            compare.all(name, stepped, wanted.stepped[name], None)
+        _restore(stage, start)
+        for parameter in stage.parameters():
+            parameter.grad = None
+        # The first step exchanged the pipeline's metadata, the second shows what every step does. Dropout stays on:
+        # what it saves for the backward decides how far a recomputation goes.
+        with CollectiveRecorder(widened=job.dtype == "float64") as recorder:
+            loss = emitted.train_step(stage, mesh, inputs, 1)
+            norm = emitted.clip_gradients(stage, mesh, CLIP_NORM)
+        if not job.is_random:
+            compare.one("loss", "loss of the second step", loss, wanted.loss, floor=0.0)
+            compare.one("norm", "norm before clipping", torch.as_tensor(norm), wanted.norm, floor=0.0)
+            scale = min(1.0, CLIP_NORM / (wanted.norm.item() + 1e-6))
+            clipped = {name: gradient * scale for name, gradient in wanted.gradients.items()}
+            mine = {name: value for name, value in _gradients(emitted, stage).items() if name in held}
+            compare.all("clipped gradient", mine, clipped, wanted.norm * scale)
+    return RankResult(
+        checks=tuple(compare.checks),
+        names=frozenset(held | known.keys()),
+        recorded=recorder.recorded,
+    )
+
+
+def _share(
+    inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int | None], mesh: Any
+) -> dict[str, torch.Tensor]:
+    """The samples of this rank's data-parallel share."""
+    if "dp" not in mesh.mesh_dim_names:
+        return dict(inputs)
+    dp = mesh["dp"]
+    return {
+        name: value
+        if batch_dims[name] is None
+        else value.chunk(dp.size(), batch_dims[name])[dp.get_local_rank()].contiguous()
+        for name, value in inputs.items()
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _snapshot(stage: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    return {name: _local(tensor.detach()).clone() for name, tensor in tensors.items()}
+
+
+def _restore(stage: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in {**dict(stage.named_parameters()), **dict(stage.named_buffers())}.items():
+            _local(tensor.detach()).copy_(saved[name])
+
+
+def _gradients(emitted: Any, stage: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of the stage in the user's shapes: put where the weights are, and read as a checkpoint would be."""
+    saved = _snapshot(stage)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            local = _local(parameter.detach())
+            if parameter.grad is None:
+                local.zero_()
+            else:
+                local.copy_(_local(parameter.grad.detach()))
+    found = {name: value.detach().clone() for name, value in emitted.full_state_dict(stage).items()}
+    _restore(stage, saved)
+    return found
+
+
+class _Comparison:
+    """Collects checks: |got - want| <= tolerance * (|want| + FLOOR * |all of its kind|), in norms."""
+
+    def __init__(self, rank: int, tolerance: float) -> None:
+        self.rank, self.tolerance = rank, tolerance
+        self.checks: list[ValueCheck] = []
+
+    def all(
+        self, what: str, got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], total: torch.Tensor | None
+    ) -> None:
+        if total is None:
+            floats = [value for value in want.values() if value.is_floating_point()]
+            total = torch.stack([value.norm() for value in floats]).norm() if floats else torch.zeros(())
+        for name in sorted(got):
+            self.one(what, name, got[name], want[name], floor=FLOOR * float(total))
+
+    def one(self, what: str, name: str, got: torch.Tensor, want: torch.Tensor, *, floor: float) -> None:
+        got = _local(got).detach()
+        if got.shape != want.shape:
+            error = f"{what} {name}: emitted shape {tuple(got.shape)}, the module's {tuple(want.shape)}"
+            raise ValueError(error)
+        allowed = float(want.double().norm()) + floor
+        error_norm = float((got.double() - want.double()).norm())
+        relative = error_norm / allowed if allowed > 0 else (0.0 if error_norm == 0 else float("inf"))
+        self.checks.append(
+            ValueCheck(what=what, name=name, rank=self.rank, relative=relative, ok=relative <= self.tolerance)
+        )

@@ -1,0 +1,94 @@
+"""One training step of the user's module in one process: the values that every rank is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...planner.capture.model_file import load_model_file
+from ...planner.capture.step import run_step, sample_inputs
+from ...planner.plan import ModelSource
+from .dropout import dropout_off
+
+SEED = 0
+SGD_LEARNING_RATE = 0.1
+ADAMW_LEARNING_RATE = 1e-2
+# Elements whose gradient is nothing but rounding get a full AdamW step from it if epsilon is far below that rounding.
+ADAMW_EPSILON = {torch.float64: 1e-8, torch.float32: 1e-4}
+CLIP_NORM = 1e-2
+
+
+def optimizers(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
+    """The optimizers whose first step is compared, by name."""
+    return {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE),
+        "adamw": lambda parameters: torch.optim.AdamW(
+            parameters, lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPSILON[dtype], weight_decay=0.1
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Everything of one step, by the user's FQNs; a tied tensor is there under each of its names."""
+
+    state: dict[str, torch.Tensor]  # before the step, as state_dict() has it
+    inputs: dict[str, torch.Tensor]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    norm: torch.Tensor  # of all gradients
+    buffers: dict[str, torch.Tensor]  # after the step
+    stepped: dict[str, dict[str, torch.Tensor]]  # optimizer -> parameters after its step
+
+    def save(self, path: Path) -> None:
+        torch.save({name: getattr(self, name) for name in self.__slots__}, path)
+
+    @staticmethod
+    def load(path: Path) -> Reference:
+        return Reference(**torch.load(path, mmap=True))
+
+
+def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, saved: str) -> None:
+    """Build the user's module from `path`, run one step on the whole batch, and save a `Reference`."""
+    torch.set_num_threads(1)
+    wanted = getattr(torch, dtype)
+    loaded = load_model_file(path, model.name, model.arguments, model.inputs)
+    module = loaded.build("cpu", seed=SEED).to(wanted)
+    module.train()
+    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    sample = sample_inputs(loaded, module, batch_size, seed=SEED)
+    inputs = {name: value.to(wanted) if value.is_floating_point() else value for name, value in sample.tensors.items()}
+    step = type(sample)(layout=sample.layout, tensors=inputs)
+    with dropout_off():
+        loss = run_step(loaded, module, step)
+        loss.backward()
+    # Tied parameters under each of their names: the stages of a pipeline may use different ones.
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
+    stepped = {}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, make in optimizers(wanted).items():
+        with torch.no_grad():
+            for fqn, parameter in parameters.items():
+                parameter.copy_(before[fqn])
+        make([parameter for parameter in module.parameters() if parameter.requires_grad]).step()
+        stepped[name] = {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
+    norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
+    Reference(
+        state=start,
+        inputs=inputs,
+        loss=loss.detach(),
+        gradients=gradients,
+        norm=torch.stack(norms).norm() if norms else torch.zeros((), dtype=wanted),
+        buffers=buffers,
+        stepped=stepped,
+    ).save(Path(saved))
