@@ -1,0 +1,62 @@
+"""The small languages inside options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from autopar.cli.options import default_folder, parse_assignments, parse_mesh, split_model
+from autopar.planner.errors import AutoparError
+
+
+def test_assignments() -> None:
+    read = parse_assignments(["preset=tiny", "ids=int64[B,1024]<5", "expr=a=b", "empty="], option="--set")
+    assert read == {"preset": "tiny", "ids": "int64[B,1024]<5", "expr": "a=b", "empty": ""}
+
+
+@pytest.mark.parametrize(
+    ("items", "what"), [(["preset"], "cannot read"), (["=3"], "cannot read"), (["a=1", "a=2"], "given twice")]
+)
+def test_bad_assignments(items: list[str], what: str) -> None:
+    with pytest.raises(AutoparError, match=what) as caught:
+        parse_assignments(items, option="--set")
+    assert "--set" in caught.value.where + caught.value.fix
+
+
+def test_mesh() -> None:
+    assert parse_mesh("dp=2, tp=4") == {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "cannot read ''"),
+        ("dp", "cannot read 'dp'"),
+        ("xp=2", "no mesh axis 'xp'"),
+        ("dp=2,dp=2", "given twice"),
+        ("dp=0", "dp=0 is no size"),
+        ("dp=-1", "no size"),
+        ("dp=two", "no size"),
+        ("dp=\u0662", "no size"),
+    ],
+)
+def test_bad_mesh(text: str, what: str) -> None:
+    with pytest.raises(AutoparError, match=what):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpt.py", ("gpt.py", None)),
+        ("a/gpt.py:build", ("a/gpt.py", "build")),
+        ("C:\\models\\gpt.py", ("C:\\models\\gpt.py", None)),
+        ("C:/models/gpt.py", ("C:/models/gpt.py", None)),
+    ],
+)
+def test_model(text: str, expected: tuple[str, str | None]) -> None:
+    assert split_model(text) == expected
+
+
+def test_default_folder() -> None:
+    assert default_folder("models/gpt.py") == Path("gpt-autopar")

@@ -1,0 +1,112 @@
+"""Commands that read plans, hardware and rules: diff, explain, hardware, ops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.exit_codes import ExitCode
+from autopar.planner.plan import Plan
+
+Run = Callable[..., Any]
+Write = Callable[..., Path]
+
+
+def slower(plan: Plan) -> Plan:
+    return replace(plan, step_seconds=plan.step_seconds * 1.5, mesh={"pp": 2, "dp": 4, "tp": 1})
+
+
+def test_diff_of_a_plan_with_itself(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    file = write_plan(example_plan)
+    found = run("diff", file, file, "--fail-on", "step_time>0%,memory>0%,mesh,tensors")
+    assert (found.code, found.out) == (ExitCode.DONE, "The plans are the same.\n")
+
+
+def test_diff_on_the_terminal(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    found = run("diff", write_plan(example_plan), write_plan(slower(example_plan), "new.json"))
+    assert found.code == ExitCode.DONE
+    assert "The decision differs; predicted step time +50.0%." in found.out
+    assert "mesh tp" in found.out
+    assert "225 ms" in found.out
+
+
+def test_diff_fails_on(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    files = write_plan(example_plan), write_plan(slower(example_plan), "new.json")
+    found = run("diff", *files, "--format", "markdown", "--fail-on", "step_time>5%,memory>2%,mesh")
+    assert found.code == ExitCode.CHECK_FAILED
+    assert found.out.startswith("### autopar: `")
+    assert "step_time: +50.0%, limit +5%; mesh: 2 changes" in found.err
+    assert "memory" not in found.err
+
+
+def test_diff_fail_on_is_read_before_the_files(run: Run) -> None:
+    found = run("diff", "a.json", "b.json", "--fail-on", "speed")
+    assert found.code == ExitCode.USAGE
+    assert "unknown name 'speed'" in found.err
+
+
+def test_diff_json(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    files = write_plan(example_plan), write_plan(slower(example_plan), "new.json")
+    data = json.loads(run("diff", *files, "--json").out)
+    assert [c["name"] for c in data["settings"]] == ["dp", "tp"]
+
+
+def test_bad_plan_is_named(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    file = write_plan(example_plan)
+    file.write_text(file.read_text().replace('"zero": 2', '"zero": 7', 1))
+    found = run("explain", file)
+    assert found.code == ExitCode.USAGE
+    assert found.err == f"error: $.zero is 7\n  where: {file}\n  fix: use one of 0, 1, 2, 3\n"
+
+
+def test_explain(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    found = run("explain", write_plan(example_plan))
+    assert found.code == ExitCode.DONE
+    assert found.out.startswith("pp=2 dp=2 tp=2, 4 microbatches of 2 samples, schedule 1f1b, ZeRO-2")
+    for text in (
+        "wte h.{0..3}",
+        "8 GiB (10%)",
+        "Most of the step is compute: 67%.",
+        "Stages are idle 20% of the step",
+        "dp=8 (dp only) is predicted 20.0% slower",
+        "tp=8 (tp only) does not fit: it needs 90 GiB, 10 GiB too much.",
+        "within gap, at most 7.0% above the lower bound of 140 ms; 3 of 40 candidates",
+        "1.20x",
+    ):
+        assert text in found.out
+
+
+def test_explain_json(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    data = json.loads(run("explain", write_plan(example_plan), "--json").out)
+    assert len(data["explanations"]) == 5
+
+
+def test_names_in_brackets_are_no_markup(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    stage = replace(example_plan.stages[0], fqns=("[red]h[/red]",))
+    found = run("explain", write_plan(replace(example_plan, stages=(stage, example_plan.stages[1]))))
+    assert "[red]h[/red]" in found.out
+
+
+def test_hardware_show(run: Run) -> None:
+    found = run("hardware", "show", "h100-sxm")
+    assert found.code == ExitCode.DONE
+    assert "989 TFLOP/s" in found.out or "bfloat16" in found.out
+    assert "Sources of the GPU" in found.out
+    data = json.loads(run("hardware", "show", "h100-sxm", "--json").out)
+    assert data["gpus_per_node"] == 8
+
+
+def test_unknown_hardware_names_the_nearest(run: Run) -> None:
+    found = run("hardware", "show", "h100-smx")
+    assert found.code == ExitCode.USAGE
+    assert "h100-sxm" in found.err
+
+
+def test_ops(run: Run) -> None:
+    names = run("ops").out.split()
+    assert names == sorted(names)
+    assert json.loads(run("ops", "--json").out)["ops"] == names
+    assert run("ops", "no such text").out == "no operation with a rule holds 'no such text'\n"
