@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...planner.capture import capture_model
 from ...planner.capture.graph import Kind, ModelGraph, Symbol
 from ...planner.errors import CheckFailed
-from ...planner.placements import program_of
 from ...planner.plan import Plan
 from ...planner.search.step_collectives import expected_collectives
 from ...planner.sharding.program import ModelProgram
@@ -51,6 +49,8 @@ def verify(
     begin = time.monotonic()
     path = os.path.abspath(plan.model.path)
     if graph is None:
+        from ...planner.capture import capture_model  # torch.export, not needed by ranks that import this package
+
         model = plan.model
         graph = capture_model(
             path, name=model.name, arguments=model.arguments, inputs=model.inputs, batch_size=plan.batch_size
@@ -62,6 +62,8 @@ def verify(
             notes.append("float32, because the model itself casts to a fixed dtype")
     if graph.is_random:
         notes.append("values compared with dropout switched off on both sides; its draws differ from one process's")
+    from ...planner.placements import program_of
+
     program = program_of(plan, graph)
     results, failure, reference = _run(plan, package, path, graph, dtype, timeout_seconds)
     found = VerifyReport(

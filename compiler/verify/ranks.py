@@ -18,6 +18,16 @@ from typing import Any
 from .report import RankFailure
 
 _POLL_SECONDS = 0.5
+# Imported once, by the fork server; a rank then starts in milliseconds.
+_PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    f"{__package__}.rank",
+    f"{__package__}.reference",
+)
 
 
 def _entry(function: Callable[..., object], arguments: tuple[object, ...], result: Connection) -> None:
@@ -34,9 +44,7 @@ def _entry(function: Callable[..., object], arguments: tuple[object, ...], resul
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining"]
-    )
+    context.set_forkserver_preload(list(_PRELOAD))
     return context
 
 

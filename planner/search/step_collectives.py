@@ -63,7 +63,7 @@ def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
 
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
-    """The parameters of a stage, each once, in order of first use; the first stage also holds those that nothing uses."""
+    """The parameters of a stage, each once, in order of first use; the first stage also holds the unused ones."""
     graph, mesh = program.graph, program.mesh
     found: dict[str, HeldParameter] = {}
     for index in range(max(first, 1), last):
