@@ -13,8 +13,8 @@ from .hardware import Gpu
 class Optimizer:
     """One optimizer, as PyTorch's multi-tensor ("foreach") form runs it.
 
-    states: tensors kept per parameter, of its size and dtype. passes: how often a tensor of that size is read or written
-    in a step, clipping by the global norm included.
+    states: tensors kept per parameter, of its size and dtype. passes: how often a tensor of that size is read or
+    written in a step, clipping by the global norm included.
     """
 
     name: str
