@@ -22,6 +22,7 @@ from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
 from .report import CollectiveMismatch, RankFailure, ValueCheck, VerifyReport
+from .shrink import not_covered, shrunk_request
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -34,18 +35,24 @@ def verify(
     package: Path,
     *,
     graph: ModelGraph | None = None,
+    shrink: bool = False,
+    arguments: Mapping[str, object] | None = None,
     dtype: str = "auto",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> VerifyReport:
     """Run the package on CPU ranks against the user's module and return what was found; it never hangs.
 
     `package` is the folder of sharded_model.py. `graph` saves capturing the model again.
-    `dtype` is "float64", "float32" or "auto": float64 where the model has no casts of its own.
+    `dtype` is "float64", "float32" or "auto": float64 where the model has no casts of its own. `shrink` verifies a
+    plan like this one on at most two ranks an axis instead, made and emitted anew, with `arguments` of the model
+    replaced; the notes say what that does not cover.
 
     Raises:
         CheckFailed: the user's module itself does not run on the CPU.
         AutoparError: the model file or the plan cannot be read.
     """
+    if shrink:
+        return _verify_shrunk(plan, arguments, dtype, timeout_seconds)
     begin = time.monotonic()
     path = os.path.abspath(plan.model.path)
     if graph is None:
@@ -97,6 +104,20 @@ def verify(
         collectives=sum(sum(result.recorded.values()) for result in results),
         mismatches=tuple(compare_collectives(plan, program, results)),
     )
+
+
+def _verify_shrunk(
+    plan: Plan, arguments: Mapping[str, object] | None, dtype: str, timeout_seconds: float
+) -> VerifyReport:
+    from ...planner.driver import make_plan
+    from ..package import emit_package
+
+    planned = make_plan(shrunk_request(plan, arguments))
+    with tempfile.TemporaryDirectory(prefix="autopar-shrunk-") as folder:
+        package = Path(folder, "package")
+        emit_package(planned.plan, planned.graph, package, force=False)
+        found = verify(planned.plan, package, graph=planned.graph, dtype=dtype, timeout_seconds=timeout_seconds)
+    return replace(found, notes=(*not_covered(plan, planned.plan), *found.notes))
 
 
 def has_casts(graph: ModelGraph) -> bool:

@@ -1,0 +1,66 @@
+"""A plan too large for this machine -> the request for one like it on at most two ranks an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...planner.plan import Plan
+
+if TYPE_CHECKING:
+    from ...planner.driver import PlanRequest
+
+AXIS_LIMIT = 2
+
+
+def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) -> PlanRequest:
+    """Same model, schedule, ZeRO stage, checkpointing and samples a microbatch; axes and microbatches at most 2.
+
+    `arguments` replace build arguments of the model, to make it smaller.
+    """
+    from ...planner.replay import request_of
+
+    mesh = {axis: min(size, AXIS_LIMIT) for axis, size in plan.mesh.items()}
+    microbatches = min(plan.microbatches, AXIS_LIMIT)
+    microbatch_size = plan.batch_size // (plan.mesh["dp"] * plan.microbatches)
+    request = request_of(plan)
+    return replace(
+        request,
+        arguments={**request.arguments, **(arguments or {})},
+        gpus=prod(mesh.values()),
+        mesh=mesh,
+        batch_size=microbatch_size * mesh["dp"] * microbatches,
+        microbatch_size=microbatch_size,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        activation_checkpoint=plan.activation_checkpoint,
+    )
+
+
+def not_covered(plan: Plan, shrunk: Plan) -> tuple[str, ...]:
+    """What a verification of `shrunk` says nothing about."""
+    text = {
+        name: ",".join(f"{axis}={size}" for axis, size in p.mesh.items()) for name, p in (("p", plan), ("s", shrunk))
+    }
+    notes = [
+        f"shrunk: ran {text['s']} in place of {text['p']}, {shrunk.microbatches} of {plan.microbatches} microbatches"
+    ]
+    cut = [axis for axis, size in plan.mesh.items() if size > AXIS_LIMIT]
+    if cut:
+        notes.append(
+            f"not covered: groups of more than {AXIS_LIMIT} ranks on {', '.join(cut)}, and splits into that many parts"
+        )
+    if plan.mesh["pp"] > AXIS_LIMIT:
+        notes.append("not covered: pipeline stages that both receive and send")
+    if dict(plan.model.arguments) != dict(shrunk.model.arguments):
+        notes.append("not covered: the model in its own size")
+    differing = sorted(
+        name
+        for name in plan.tensors.keys() | shrunk.tensors.keys()
+        if plan.tensors.get(name) != shrunk.tensors.get(name)
+    )
+    if differing:
+        notes.append(f"not covered: the plan's placement of {', '.join(differing)}, which differs on the small mesh")
+    return tuple(notes)
