@@ -97,19 +97,22 @@ def plan(
         raise AutoparError("no model is given", fix="autopar plan model.py --gpus 8")
     if gpus is None:
         raise AutoparError("the number of GPUs is not given", fix=f"autopar plan {model} --gpus 8")
-    from ...planner.driver import PlanRequest
+    set_values = parse_assignments(arguments or (), option="--set")
+    input_texts = parse_assignments(inputs or (), option="--input")
+    pinned_mesh = parse_mesh(mesh) if mesh else {}
+    from ...planner.driver import PlanRequest  # with torch, so after the options are known to be right
 
     request = PlanRequest(
         model=model,
-        arguments=parse_assignments(arguments or (), option="--set"),
-        inputs=parse_assignments(inputs or (), option="--input"),
+        arguments=set_values,
+        inputs=input_texts,
         gpus=gpus,
         cluster=cluster,
         batch_size=batch_size,
         precision=precision.value,
         optimizer=optimizer.value,
         stack="compiled" if is_compiled else stack,
-        mesh=parse_mesh(mesh) if mesh else {},
+        mesh=pinned_mesh,
         microbatch_size=microbatch_size,
         schedule=schedule,
         zero=zero,
@@ -167,10 +170,10 @@ def _check_alone(context: typer.Context) -> None:
 
 def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
     """Plan again what `file` is for and compare the decision."""
+    committed = read_plan(file)
     from ...planner.driver import make_plan
     from ...planner.replay import request_of
 
-    committed = read_plan(file)
     with progress(is_quiet=is_quiet) as report:
         fresh = make_plan(request_of(committed), report).plan
     found = diff_plans(committed, fresh)

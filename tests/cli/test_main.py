@@ -105,7 +105,6 @@ TORCH_FREE = [
     ["explain", "PLAN"],
     ["hardware", "list"],
     ["hardware", "show", "h100-sxm"],
-    ["ops"],
 ]
 
 PROBE = """
