@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from math import isfinite
 from typing import Protocol
 
 from ..planner.errors import AutoparError
@@ -12,17 +15,38 @@ from ..planner.tables import Table
 
 # Width of a table where stdout is no terminal: a file or a pipe.
 _FILE_WIDTH = 140
+# Of every --json answer but a plan's and a diff's, which have their own.
+SCHEMA_VERSION = 1
 
 
 class Progress(Protocol):
     """Called by the planner, the compiler and verify with one short line on what they do now."""
 
-    def __call__(self, message: str) -> None: ...
+    def __call__(self, message: str, /) -> None: ...
 
 
 def print_result(text: str) -> None:
     """Write to stdout as it is."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def print_json(data: Mapping[str, object]) -> None:
+    """Write one JSON object to stdout, with its schema version first; what JSON cannot say (infinity) is null."""
+    shown = {"schema_version": SCHEMA_VERSION, **data}
+    sys.stdout.write(json.dumps(_plain(shown), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: object) -> object:
+    """Records and containers as JSON data."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value
 
 
 def print_note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Options that are small languages of their own: key=value pairs, meshes, the model argument."""
+"""Options that are small languages of their own: key=value pairs, the model argument."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..planner.errors import AutoparError
-
-AXES = ("dp", "tp", "pp")
 
 
 def parse_assignments(items: Iterable[str], *, option: str) -> dict[str, str]:
@@ -25,28 +23,6 @@ def parse_assignments(items: Iterable[str], *, option: str) -> dict[str, str]:
         if key in found:
             raise AutoparError(f"{key} is given twice", where=option, fix=f"keep one {option} {key}=...")
         found[key] = value.strip()
-    return found
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read "dp=2,tp=2,pp=2"; axes that are not named stay free.
-
-    Raises:
-        AutoparError: an unknown axis, an axis given twice, a size below 1.
-    """
-    where = f"--mesh {text}"
-    found: dict[str, int] = {}
-    for item in text.split(","):
-        axis, is_assigned, size = (part.strip() for part in item.partition("="))
-        if not is_assigned:
-            raise AutoparError(f"cannot read {item.strip()!r}", where=where, fix="write --mesh dp=2,tp=2,pp=2")
-        if axis not in AXES:
-            raise AutoparError(f"there is no mesh axis {axis!r}", where=where, fix=f"axes are {', '.join(AXES)}")
-        if axis in found:
-            raise AutoparError(f"axis {axis} is given twice", where=where, fix="keep one of the two")
-        if not (size.isascii() and size.isdigit()) or int(size) < 1:
-            raise AutoparError(f"{axis}={size} is no size", where=where, fix="give a whole number of at least 1")
-        found[axis] = int(size)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A plan read from a file -> what it was made from: the request, and the graph of its model."""
+"""A plan read from a file -> what it was made from: the request with its pins, and the graph of its model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ if TYPE_CHECKING:
     from .driver import PlanRequest
 
 
+AXES = ("dp", "tp", "pp")
+
+
+def parse_mesh(text: str, *, where: str) -> dict[str, int]:
+    """Read "dp=2,tp=2,pp=2"; axes that are not named stay free.
+
+    Raises:
+        AutoparError: an unknown axis, an axis given twice, a size below 1.
+    """
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        axis, is_assigned, size = (part.strip() for part in item.partition("="))
+        if not is_assigned:
+            raise AutoparError(f"cannot read {item.strip()!r}", where=where, fix="write --mesh dp=2,tp=2,pp=2")
+        if axis not in AXES:
+            raise AutoparError(f"there is no mesh axis {axis!r}", where=where, fix=f"axes are {', '.join(AXES)}")
+        if axis in found:
+            raise AutoparError(f"axis {axis} is given twice", where=where, fix="keep one of the two")
+        if not (size.isascii() and size.isdigit()) or int(size) < 1:
+            raise AutoparError(f"{axis}={size} is no size", where=where, fix="give a whole number of at least 1")
+        found[axis] = int(size)
+    return found
+
+
 def request_of(plan: Plan) -> PlanRequest:
     """The request that a plan answers, with what the user pinned.
 
@@ -20,6 +44,14 @@ def request_of(plan: Plan) -> PlanRequest:
     """
     from .driver import PlanRequest
 
+    pins = dict(plan.pins)
+    where = "$.pins of the plan"
+    mesh = parse_mesh(pins.pop("mesh"), where=where) if "mesh" in pins else {}
+    microbatch_size, zero = (_whole(pins.pop(name, None), name, where) for name in ("microbatch-size", "zero"))
+    schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
+    if pins:
+        unknown = ", ".join(sorted(pins))
+        raise AutoparError(f"unknown pin {unknown}", where=where, fix="plan again with this autopar")
     return PlanRequest(
         model=f"{plan.model.path}:{plan.model.name}",
         arguments=plan.model.arguments,
@@ -30,8 +62,21 @@ def request_of(plan: Plan) -> PlanRequest:
         precision=plan.precision,
         optimizer=plan.optimizer,
         stack=plan.stack,
-        **_pins(plan),
+        mesh=mesh,
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        zero=zero,
+        activation_checkpoint=checkpoint,
+        exact=plan.solver.exact,
     )
+
+
+def _whole(text: str | None, name: str, where: str) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise AutoparError(f"pin {name} is {text!r}", where=where, fix="give a whole number")
+    return int(text)
 
 
 def graph_of(plan: Plan) -> ModelGraph:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...planner.plan_json import read_plan, relative_to
-from ..console import print_result, progress
+from ..console import print_json, print_result, progress
 
 
 def emit(
@@ -36,6 +35,6 @@ def emit(
         files = emit_package(relative_to(plan, folder), graph, folder, force=is_forced)
     names = sorted(str(file) for file in files)
     if is_json:
-        print_result(json.dumps({"schema_version": 1, "files": names}, indent=2))
+        print_json({"files": names})
     else:
         print_result("\n".join(names))

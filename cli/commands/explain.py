@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from ...planner import explain as words
 from ...planner.plan_json import read_plan
-from ..console import print_result, print_table
+from ..console import print_json, print_result, print_table
 
 
 def explain(
@@ -25,12 +24,11 @@ def explain(
     sentences = words.explanations(plan)
     if is_json:
         data = {
-            "schema_version": 1,
             "decision": words.decision_line(plan),
             "solver": words.solver_line(plan),
             "explanations": list(sentences),
         }
-        print_result(json.dumps(data, indent=2))
+        print_json(data)
         return
     print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}")
     for table in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from ...cost_models.hardware import Cluster, cluster_names, gpu_names, load_cluster, load_gpu
 from ...cost_models.units import format_bytes, format_bytes_per_second, format_flops_per_second
 from ...planner.tables import Table
-from ..console import print_result, print_table
+from ..console import print_json, print_result, print_table
 
 app = typer.Typer(help="List and show GPUs and clusters.", no_args_is_help=True)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -26,11 +25,10 @@ def list_hardware(is_json: JsonOption = False) -> None:
     clusters = [load_cluster(name) for name in cluster_names()]
     if is_json:
         data = {
-            "schema_version": 1,
             "clusters": [{"name": c.name, "gpu": c.gpu.name, "gpus_per_node": c.gpus_per_node} for c in clusters],
             "gpus": list(gpu_names()),
         }
-        print_result(json.dumps(data, indent=2))
+        print_json(data)
         return
     rows = [
         (
@@ -67,7 +65,7 @@ def show(
     is_gpu = name in gpu_names() and name not in cluster_names()
     entry = load_gpu(name) if is_gpu else load_cluster(name)
     if is_json:
-        print_result(json.dumps({"schema_version": 1, **asdict(entry)}, indent=2))
+        print_json(asdict(entry))
         return
     print_result(f"{entry.name}: {entry.description}")
     if isinstance(entry, Cluster):

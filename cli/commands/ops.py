@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from ..console import print_result
+from ..console import print_json, print_result
 
 
 def ops(
@@ -22,6 +21,6 @@ def ops(
 
     names = [name for name in registered_ops() if pattern in name]
     if is_json:
-        print_result(json.dumps({"schema_version": 1, "ops": names}, indent=2))
+        print_json({"ops": names})
     else:
         print_result("\n".join(names) if names else f"no operation with a rule holds {pattern!r}")

@@ -16,8 +16,9 @@ from ...planner.diff_tables import diff_tables, headline
 from ...planner.errors import AutoparError, CheckFailed
 from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to
+from ...planner.replay import parse_mesh
 from ..console import Progress, print_note, print_result, print_table, progress
-from ..options import default_folder, parse_assignments, parse_mesh, split_model
+from ..options import default_folder, parse_assignments, split_model
 
 if TYPE_CHECKING:
     from ...planner.driver import PlanRequest
@@ -99,7 +100,7 @@ def plan(
         raise AutoparError("the number of GPUs is not given", fix=f"autopar plan {model} --gpus 8")
     set_values = parse_assignments(arguments or (), option="--set")
     input_texts = parse_assignments(inputs or (), option="--input")
-    pinned_mesh = parse_mesh(mesh) if mesh else {}
+    pinned_mesh = parse_mesh(mesh, where=f"--mesh {mesh}") if mesh else {}
     from ...planner.driver import PlanRequest  # with torch, so after the options are known to be right
 
     request = PlanRequest(

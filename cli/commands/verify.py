@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict
 from enum import Enum
@@ -11,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from ...planner.errors import CheckFailed
+from ...planner.errors import AutoparError, CheckFailed
 from ...planner.plan import Plan
 from ...planner.plan_json import read_plan, relative_to
-from ..console import print_result, progress
+from ..console import print_json, print_result, progress
+from ..options import parse_assignments
 
 MODULE_FILE = "sharded_model.py"
 
@@ -30,6 +30,10 @@ def verify(
     is_shrunk: Annotated[
         bool, typer.Option("--shrink", help="Each mesh axis at most 2, same schedule and policies.")
     ] = False,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With --shrink: argument of a smaller model; repeatable."),
+    ] = None,
     dtype: Annotated[
         Dtype, typer.Option(help="Of weights and values; auto: float64 where the model allows.")
     ] = Dtype.AUTO,
@@ -43,20 +47,23 @@ def verify(
     autopar verify gpt-autopar/plan.json
     """
     file = plan_file / "plan.json" if plan_file.is_dir() else plan_file
+    set_values = parse_assignments(arguments or (), option="--set")
+    if set_values and not is_shrunk:
+        raise AutoparError("--set changes the model, so the plan is of another one", fix="give --shrink too")
     plan = read_plan(file)
     with progress(is_quiet=is_quiet) as report, tempfile.TemporaryDirectory(prefix="autopar-") as scratch:
         package = file.parent
-        if not (package / MODULE_FILE).is_file():
+        if not is_shrunk and not (package / MODULE_FILE).is_file():
             package = Path(scratch) / "package"
             report(f"writing the package of {file}")
             _emit(plan, package)
         ranks = "shrunk ranks" if is_shrunk else f"{plan.gpus} CPU ranks"
-        report(f"running {ranks} and the original")
+        report(f"running the original and {ranks}")
         from ...compiler.verify import verify as run_verify
 
         found = run_verify(plan, package, shrink=is_shrunk, dtype=dtype.value, timeout_seconds=timeout_seconds)
     if is_json:
-        print_result(json.dumps({"schema_version": 1, "ok": found.ok, **asdict(found)}, indent=2))
+        print_json({"ok": found.ok, **asdict(found)})
     else:
         print_result("\n".join(found.lines(verbose=is_verbose)))
     if not found.ok:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from autopar.cli.options import default_folder, parse_assignments, parse_mesh, split_model
+from autopar.cli.options import default_folder, parse_assignments, split_model
 from autopar.planner.errors import AutoparError
 
 
@@ -21,28 +21,6 @@ def test_bad_assignments(items: list[str], what: str) -> None:
     with pytest.raises(AutoparError, match=what) as caught:
         parse_assignments(items, option="--set")
     assert "--set" in caught.value.where + caught.value.fix
-
-
-def test_mesh() -> None:
-    assert parse_mesh("dp=2, tp=4") == {"dp": 2, "tp": 4}
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("", "cannot read ''"),
-        ("dp", "cannot read 'dp'"),
-        ("xp=2", "no mesh axis 'xp'"),
-        ("dp=2,dp=2", "given twice"),
-        ("dp=0", "dp=0 is no size"),
-        ("dp=-1", "no size"),
-        ("dp=two", "no size"),
-        ("dp=\u0662", "no size"),
-    ],
-)
-def test_bad_mesh(text: str, what: str) -> None:
-    with pytest.raises(AutoparError, match=what):
-        parse_mesh(text)
 
 
 @pytest.mark.parametrize(
