@@ -29,7 +29,11 @@ price far below any real one, for earlier choices and for fewer conversions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isinf
 
@@ -362,10 +366,31 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
     if not solver.available():
         name = "CBC"
         solver = pulp.PULP_CBC_CMD(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, gapRel=1e-9)
-    lp.solve(solver)
+    with _quiet_stdout():
+        lp.solve(solver)
     if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise NoAssignment
     return name
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Keep the C library's stdout away from ours: HiGHS prints its name at the first run whatever its log options say."""
+    sys.stdout.flush()
+    try:
+        ours = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(ours, 1)
+        os.close(ours)
+        os.close(nothing)
 
 
 def _by_state(items: Iterable[tuple[State, int]]) -> dict[State, list[int]]:

@@ -6,13 +6,13 @@ directions), bytes held throughout (state), bytes kept per microbatch in flight.
     c[s,k]        1 where stages 0..s hold the first k units together, s = 0..S-2 (binary); stage S-1 ends at n
     T             seconds of the slowest stage
 
-    min   (m - 1) T  +  sum_s,k B_k c[s,k]                    fill and drain pay every stage once: sum of all units, a constant
+    min   max(m - 1, 1/1000) T  +  sum_s,k B_k c[s,k]         fill and drain pay every stage once: a constant
     s.t.  sum_k c[s,k] = 1                                    for each s
           sum_k k c[s,k] - sum_k k c[s-1,k] >= 1              no stage is empty
           T >= sum_k P_k (c[s,k] - c[s-1,k])                  for each s
           sum_k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M       for each s
 
-With m the number of microbatches and B_k the seconds that a cut behind unit k adds to a step (messages). Prefix sums make all
+With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step (messages). Prefix sums make all
 rows linear: no product of variables. `cut_by_search` solves the same problem by dynamic programming over (stage, units).
 """
 
@@ -46,9 +46,14 @@ class Cutting:
     def num_stages(self) -> int:
         return len(self.in_flight)
 
+    @property
+    def weight(self) -> float:
+        """Of the slowest stage; with one microbatch balance is still worth a little."""
+        return max(self.microbatches - 1, 1e-3)
+
 
 def objective(cutting: Cutting, ends: Sequence[int]) -> float:
-    """(m - 1) T plus the price of the cuts; infinite where a stage is empty or does not fit. `ends` has S - 1 positions."""
+    """The slowest stage's part plus the price of the cuts; infinite where a stage is empty or does not fit. `ends` has S - 1 positions."""
     bounds = [0, *ends, len(cutting.seconds)]
     slowest = 0.0
     for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -58,7 +63,7 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
         if used > cutting.room_bytes:
             return inf
         slowest = max(slowest, sum(cutting.seconds[first:last]))
-    return (cutting.microbatches - 1) * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
+    return cutting.weight * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
 
 
 def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:
@@ -84,7 +89,7 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
         for s in range(stages - 1)
         for k in range(s + 1, units - (stages - 2 - s))
     }
-    terms = [(slowest, (cutting.microbatches - 1) * 1.0)]
+    terms = [(slowest, cutting.weight)]
     terms += [(column, cutting.cut_seconds[k - 1] * _SCALE + 1e-6 * k) for (_, k), column in cuts.items()]
     lp.setObjective(pulp.LpAffineExpression(terms))
 
@@ -137,7 +142,7 @@ def cut_by_search(cutting: Cutting) -> tuple[int, ...]:
         else:
             high = middle
     for limit in limits[low:]:
-        if (cutting.microbatches - 1) * limit >= best[0]:
+        if cutting.weight * limit >= best[0]:
             break
         ends = _cheapest(cutting, limit)
         if ends is not None:

@@ -1,0 +1,308 @@
+"""The whole way in one function: model file -> captured graph -> search -> plan."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from ..cost_models.errors import AutoparError
+from ..cost_models.hardware import Cluster, load_cluster
+from ..cost_models.memory import COMPUTE_BYTES
+from ..cost_models.optimizer import get_optimizer
+from ..cost_models.stacks import load_stack
+from .capture.graph import Kind, ModelGraph
+from .placements import mesh_of, placements_of, program_of
+from .plan import Alternative, ModelSource, Plan, SolverReport, StagePlan
+from .sharding.mesh import MICROBATCH
+from .sharding.placement import REPLICATED, normal, parse_pair
+from .sharding.program import model_program
+
+if TYPE_CHECKING:
+    from .search.sweep import Candidate, Found, Setting
+
+NUM_ALTERNATIVES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What a user asks for. `model` is "file.py" or "file.py:name"; None and an empty `mesh` leave a choice to the search."""
+
+    model: str
+    gpus: int
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    cluster: str = "h100-sxm"
+    batch_size: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    stack: str = "eager"
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    activation_checkpoint: str | None = None
+    exact: bool = False
+    time_limit_seconds: float | None = None
+    tp_may_split_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    plan: Plan
+    graph: ModelGraph
+
+
+def make_plan(request: PlanRequest, progress: Callable[[str], None] | None = None) -> Planned:
+    """Capture the model, search, and write down the answer.
+
+    Raises:
+        AutoparError: bad options, files or pins. UnsupportedModel: the model cannot be captured. InfeasibleError: no plan
+            fits.
+    """
+    cluster = check_request(request)
+    say = progress or (lambda text: None)
+    say("capturing the model")
+    graph = capture(request)
+    return plan_graph(graph, request, cluster, say)
+
+
+def check_request(request: PlanRequest) -> Cluster:
+    """Refuse options that no plan can have, before any work; the cluster.
+
+    Raises:
+        AutoparError: the option and the valid values.
+    """
+    cluster = load_cluster(request.cluster)
+    cluster.check_gpus(request.gpus)
+    get_optimizer(request.optimizer)
+    load_stack(request.stack)
+    if request.precision not in COMPUTE_BYTES:
+        known = ", ".join(COMPUTE_BYTES)
+        raise AutoparError(f"there is no precision {request.precision!r}", fix=f"choose one of: {known}")
+    if request.batch_size is not None and request.batch_size < 1:
+        raise AutoparError(f"batch size {request.batch_size} is no batch", fix="give a positive number of samples")
+    if request.microbatch_size is not None and request.microbatch_size < 1:
+        raise AutoparError(
+            f"microbatch size {request.microbatch_size} is none", fix="give a positive number of samples"
+        )
+    return cluster
+
+
+def split_model(model: str) -> tuple[str, str | None]:
+    """ "file.py:name" -> ("file.py", "name")."""
+    path, colon, name = model.rpartition(":")
+    return (path, name) if colon and path.endswith((".py", ".json")) else (model, None)
+
+
+def capture(request: PlanRequest) -> ModelGraph:
+    """The graph of the request's model."""
+    from .capture import capture_model
+
+    path, name = split_model(request.model)
+    captured = capture_model(
+        path, name=name, arguments=request.arguments, inputs=request.inputs, batch_size=request.batch_size
+    )
+    return captured.graph
+
+
+def plan_graph(
+    graph: ModelGraph, request: PlanRequest, cluster: Cluster, progress: Callable[[str], None] | None = None
+) -> Planned:
+    """Search the plan of a captured graph."""
+    from .search.candidates import Pins
+    from .search.infeasible import explain
+    from .search.sweep import NothingFits, Setting, search
+
+    pins = Pins(
+        mesh=dict(request.mesh),
+        microbatch_size=request.microbatch_size,
+        schedule=request.schedule,
+        zero=request.zero,
+        activation_checkpoint=request.activation_checkpoint,
+    )
+    pins.check()
+    setting = Setting(
+        graph=graph,
+        gpus=request.gpus,
+        cluster=cluster,
+        stack=load_stack(request.stack),
+        precision=request.precision,
+        optimizer=request.optimizer,
+        pins=pins,
+        exact=request.exact,
+        tp_may_split_batch=request.tp_may_split_batch,
+        time_limit_seconds=request.time_limit_seconds,
+    )
+    try:
+        found = search(setting, progress)
+    except NothingFits as nothing:
+        raise explain(setting, nothing.least) from None
+    return Planned(plan=write_plan(request, setting, found), graph=graph)
+
+
+def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
+    """The answer of the search as data."""
+    from .search.step_collectives import expected_collectives
+
+    graph, best = setting.graph, found.best
+    program = model_program(graph, best.placements, best.mesh)
+    path, name = split_model(request.model)
+    tensors, shapes = tensor_patterns(graph, best)
+    notes = list(graph.notes)
+    if found.batch.obstacle and best.mesh.dp * best.mesh.pp > 1:
+        notes.append(f"one microbatch: {found.batch.obstacle}")
+    step = best.cost.step_seconds
+    gap = (step - found.bound_seconds) / step if step else 0.0
+    status = "optimal" if gap <= 1e-9 else ("within gap" if found.is_complete else "time limit")
+    return Plan(
+        autopar_version=version("autopar"),
+        torch_version=version("torch"),
+        fingerprint=fingerprint(graph, request.arguments),
+        model=ModelSource(
+            path=os.path.normpath(path),
+            name=name or graph.name,
+            arguments=dict(request.arguments),
+            inputs=dict(request.inputs),
+        ),
+        cluster=request.cluster,
+        gpus=request.gpus,
+        batch_size=graph.batch_size,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        stack=request.stack,
+        mesh=best.mesh.sizes,
+        microbatches=best.mesh.microbatches,
+        schedule=best.schedule,
+        zero=best.zero,
+        activation_checkpoint=best.activation_checkpoint,
+        stages=tuple(
+            StagePlan(
+                first=first,
+                last=last,
+                fqns=stage_names(graph, first, last),
+                num_parameters=cost.num_parameters,
+                forward_seconds=cost.forward.total,
+                backward_seconds=cost.backward.total,
+                step_seconds=cost.step_seconds,
+                memory_bytes=dict(cost.memory_bytes),
+            )
+            for (first, last), cost in zip(best.stages, best.cost.stages, strict=True)
+        ),
+        placements={
+            template.name: {node: dict(labels) for node, labels in sorted(placement.items())}
+            for template, placement in zip(graph.templates, best.placements, strict=True)
+            if placement
+        },
+        tensors=tensors,
+        tensor_shapes=shapes,
+        step_seconds=step,
+        bubble_fraction=best.cost.bubble_fraction,
+        memory_capacity_bytes=setting.cluster.gpu.hbm_bytes,
+        collectives=expected_collectives(
+            program,
+            best.stages,
+            zero=best.zero,
+            schedule=best.schedule,
+            activation_checkpoint=best.activation_checkpoint,
+        ),
+        time_breakdown_seconds=dict(best.cost.breakdown),
+        alternatives=tuple(alternative(other) for other in found.runners_up[:NUM_ALTERNATIVES]),
+        solver=SolverReport(
+            solver="HiGHS",
+            status=status,
+            bound_seconds=found.bound_seconds,
+            gap_fraction=gap,
+            candidates=found.considered,
+            solved=found.solved,
+            exact=setting.exact,
+        ),
+        pins=setting.pins.described(),
+        notes=tuple(notes),
+    )
+
+
+def alternative(candidate: Candidate) -> Alternative:
+    """A runner-up as data."""
+    mesh = candidate.mesh
+    used = [name for name, size in mesh.sizes.items() if size > 1]
+    return Alternative(
+        mesh=mesh.sizes,
+        microbatches=mesh.microbatches,
+        schedule=candidate.schedule,
+        zero=candidate.zero,
+        activation_checkpoint=candidate.activation_checkpoint,
+        step_seconds=candidate.cost.step_seconds if candidate.fits else None,
+        memory_bytes=candidate.cost.memory_bytes,
+        note=f"{used[0]} only" if len(used) == 1 else "",
+    )
+
+
+def tensor_patterns(graph: ModelGraph, best: Candidate) -> tuple[dict[str, dict[str, str]], dict[str, tuple[int, ...]]]:
+    """FQN pattern -> axis -> pair, and -> shape, of every parameter that is used."""
+    pairs: dict[str, dict[str, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t, template in enumerate(graph.templates):
+        units = [unit for unit in graph.units if unit.template == t]
+        for node in template.of_kind(Kind.PARAMETER):
+            chosen = best.placements[t].get(node.name, {})
+            layout = {axis.name: normal(parse_pair(chosen.get(axis.name, "R")), True) for axis in best.mesh.axes}
+            held = {
+                name: str(pair) for name, pair in sorted(layout.items()) if pair != REPLICATED and name != MICROBATCH
+            }
+            fqns = [dict(unit.tensors)[node.name] for unit in units]
+            relative = {
+                f.removeprefix(f"{u.fqn}.") for f, u in zip(fqns, units, strict=True) if f.startswith(f"{u.fqn}.")
+            }
+            is_pattern = len(set(fqns)) > 1 and len(relative) == 1 and "*" in template.pattern
+            names = [f"{template.pattern}.{relative.pop()}"] if is_pattern else list(dict.fromkeys(fqns))
+            for name in names:
+                pairs[name], shapes[name] = held, node.output.shape
+    return dict(sorted(pairs.items())), dict(sorted(shapes.items()))
+
+
+def stage_names(graph: ModelGraph, first: int, last: int) -> tuple[str, ...]:
+    """FQNs of the units of a stage, runs of numbered ones as "h.{0..5}"."""
+    found: list[str] = []
+    run: list[int] = []
+    base = ""
+
+    def close() -> None:
+        if run:
+            found.append(f"{base}.{run[0]}" if len(run) == 1 else f"{base}.{{{run[0]}..{run[-1]}}}")
+            run.clear()
+
+    for unit in graph.units[max(first, 1) : last]:
+        name = unit.fqn or graph.templates[unit.template].name
+        parent, _, index = name.rpartition(".")
+        if index.isdigit() and parent:
+            if run and (parent != base or int(index) != run[-1] + 1):
+                close()
+            base = parent
+            run.append(int(index))
+            continue
+        close()
+        if not found or found[-1] != name:
+            found.append(name)
+    close()
+    return tuple(found)
+
+
+def fingerprint(graph: ModelGraph, arguments: Mapping[str, object]) -> str:
+    """A digest of everything about the captured step that a plan depends on; where the source lies does not count."""
+    parts: list[object] = [graph.name, graph.batch_size, graph.inputs, graph.units, graph.loss, graph.is_random]
+    parts.append(sorted((name, info) for name, info in graph.tensors.items()))
+    for template in graph.templates:
+        parts.append((template.name, template.pattern, template.outputs, template.is_module, template.buffer_updates))
+        parts.extend((n.name, n.kind, n.op, n.args, n.kwargs, n.outputs, n.constant) for n in template.nodes)
+    parts.append(sorted((key, repr(value)) for key, value in arguments.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+__all__ = [
+    "PlanRequest", "Planned", "check_request", "fingerprint", "make_plan", "mesh_of", "placements_of", "plan_graph",
+    "program_of", "split_model",
+]  # fmt: skip

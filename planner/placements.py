@@ -1,0 +1,90 @@
+"""Plan + graph -> placements and local programs, checked: what the compiler reads. Needs no solver."""
+
+from __future__ import annotations
+
+from ..cost_models.errors import AutoparError
+from .capture.graph import Kind, ModelGraph, Node, Template
+from .errors import UnsupportedModel
+from .plan import Plan
+from .sharding.mesh import Mesh
+from .sharding.placement import REPLICATED, can_split, parse_pair
+from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
+
+_WHERE = "placements of the plan"
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The mesh of a plan, microbatches included.
+
+    Raises:
+        AutoparError: an unknown axis, or a size below one.
+    """
+    for name, size in plan.mesh.items():
+        if name not in ("pp", "dp", "tp") or size < 1:
+            raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix="use pp, dp, tp >= 1")
+    return Mesh(**plan.mesh, microbatches=plan.microbatches)
+
+
+def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
+    """The plan's placements, aligned with the graph's templates; names, labels and splits are checked.
+
+    Raises:
+        AutoparError: an unknown template, node, axis or label, or a split that does not divide; it is named.
+    """
+    mesh = mesh_of(plan)
+    by_name = {template.name: template for template in graph.templates}
+    for name in plan.placements:
+        if name not in by_name:
+            raise AutoparError(f"there is no template {name!r}", where=_WHERE, fix=f"one of: {', '.join(by_name)}")
+    for name, placement in plan.placements.items():
+        template = by_name[name]
+        for node_name, chosen in placement.items():
+            node = template.by_name.get(node_name)
+            if node is None:
+                raise AutoparError(f"{name} has no node {node_name!r}", where=_WHERE, fix="plan the model again")
+            for axis, label in chosen.items():
+                _check_label(mesh, template, node, axis, label)
+    found = tuple(dict(plan.placements.get(template.name, {})) for template in graph.templates)
+    for template, placement in zip(graph.templates, found, strict=True):
+        for node in template.nodes:
+            wants, makes = node_layouts(template, node, placement, mesh.axes)
+            types = [template.type_of(ref) for ref in node.operands]
+            for value, layout in zip((*types, *node.outputs), (*wants, *makes), strict=True):
+                if not can_split(value, layout, mesh.axes):
+                    split = ", ".join(f"{axis}: {pair}" for axis, pair in layout.items() if pair != REPLICATED)
+                    raise AutoparError(
+                        f"a tensor of shape {value.shape} cannot be split as {split}",
+                        where=f"{template.name}: {node.name}",
+                        fix="choose another placement for this node, or another mesh",
+                    )
+    return found
+
+
+def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:
+    where = f"{template.name}: {node.name}"
+    if axis not in ("dp", "tp", "microbatch"):
+        raise AutoparError(f"there is no axis {axis!r} to split over", where=where, fix="use dp, tp or microbatch")
+    try:
+        if node.kind is Kind.OP:
+            option_named(node, [template.type_of(ref) for ref in node.operands], label)
+            return
+        pair = parse_pair(label)
+    except (KeyError, ValueError) as error:
+        raise AutoparError(str(error.args[0]), where=where, fix="choose one of those") from None
+    if pair.is_split and pair.dim >= len(node.output.shape):
+        raise AutoparError(f"{label} splits a dim that shape {node.output.shape} lacks", where=where)
+
+
+def program_of(plan: Plan, graph: ModelGraph) -> ModelProgram:
+    """The local programs that the plan describes.
+
+    Raises:
+        AutoparError: as `placements_of`, or a conversion that does not exist.
+    """
+    placements = placements_of(plan, graph)
+    try:
+        return model_program(graph, placements, mesh_of(plan))
+    except (KeyError, ValueError) as error:
+        raise UnsupportedModel(
+            f"these placements cannot be lowered: {error.args[0]}", where=_WHERE, fix="undo the edit, or plan again"
+        ) from None

@@ -1,0 +1,199 @@
+"""The outer choices: meshes, microbatches, and a lower bound on what each can reach.
+
+The bound of a candidate takes every operation at its whole size, spread evenly over all ranks (kernels get no more efficient
+when they get smaller), or the host time of its launches, which no split reduces; plus fill and drain of the pipeline and
+the optimizer on the smallest share of the parameters. No placement, cut or policy is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...cost_models.compute import device_seconds, host_seconds
+from ...cost_models.errors import AutoparError
+from ...cost_models.hardware import Cluster
+from ...cost_models.optimizer import optimizer_seconds
+from ...cost_models.stacks import Stack
+from ..capture.graph import Kind, ModelGraph
+from ..schedules import get_schedule, schedule_names
+from ..sharding.mesh import Mesh
+from .batch import BatchSplit, splits_evenly
+from .prices import local_work
+from .problem import Space
+
+ZERO_STAGES = (0, 2, 3)
+CHECKPOINTS = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the user fixed; None is free. `mesh` holds the axes that are fixed."""
+
+    mesh: Mapping[str, int]
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    activation_checkpoint: str | None = None
+
+    def check(self) -> None:
+        """Refuse values that no plan can have.
+
+        Raises:
+            AutoparError: the value and the valid ones.
+        """
+        for name, size in self.mesh.items():
+            if name not in ("pp", "dp", "tp"):
+                raise AutoparError(f"there is no mesh axis {name!r}", fix="axes are pp, dp and tp")
+            if size < 1:
+                raise AutoparError(f"{name}={size} is no size", fix="sizes start at 1")
+        if self.zero is not None and self.zero not in ZERO_STAGES:
+            stages = ", ".join(map(str, ZERO_STAGES))
+            raise AutoparError(f"ZeRO stage {self.zero} cannot be emitted", fix=f"choose one of {stages}")
+        if self.activation_checkpoint not in (None, *CHECKPOINTS):
+            raise AutoparError(
+                f"activation checkpointing {self.activation_checkpoint!r} cannot be emitted",
+                fix=f"choose one of {', '.join(CHECKPOINTS)}",
+            )
+        if self.schedule is not None:
+            get_schedule(self.schedule)
+
+    def described(self) -> dict[str, str]:
+        found = {}
+        if self.mesh:
+            found["mesh"] = ",".join(f"{name}={self.mesh[name]}" for name in ("pp", "dp", "tp") if name in self.mesh)
+        for name in ("microbatch_size", "schedule", "zero", "activation_checkpoint"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name.replace("_", "-")] = str(value)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """The step on one device with nothing split: what bounds are made of."""
+
+    device_seconds: float
+    host_seconds: float  # one microbatch: launches of every unit, forward and backward
+    trained_bytes: int
+
+
+def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack) -> WholeModel:
+    graph = space.graph
+    gpu = cluster.gpu
+    device = host = 0.0
+    for t, template in enumerate(graph.templates):
+        if t == space.prelude:
+            continue
+        for node in template.of_kind(Kind.OP):
+            work = local_work(node, [template.type_of(ref) for ref in node.operands], node.outputs)
+            ahead = device_seconds(work.forward, gpu, dtype=work.dtype, stack=stack)
+            back = device_seconds(work.backward, gpu, dtype=work.dtype, stack=stack, is_backward=True)
+            device += space.counts[t] * (ahead + back)
+            launches = host_seconds(work.forward, gpu, stack=stack) + host_seconds(work.backward, gpu, stack=stack)
+            host += space.counts[t] * launches
+    trained = sum(info.type.num_bytes for info in master.tensors.values() if info.type.requires_grad)
+    return WholeModel(device_seconds=device, host_seconds=host, trained_bytes=trained)
+
+
+def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool) -> float:
+    """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too."""
+    through = max(whole.device_seconds / (mesh.dp * mesh.tp * mesh.microbatches), whole.host_seconds)
+    share = whole.trained_bytes // (mesh.pp * mesh.tp * (mesh.dp if shards else 1))
+    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer)
+    return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
+
+
+def num_cuttable(graph: ModelGraph) -> int:
+    """Units that a pipeline can cut apart: all but the prelude."""
+    return len(graph.units) - 1
+
+
+def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh, ...]:
+    """Every mesh of `gpus` ranks with every number of microbatches that the pins and the batch allow, pp first.
+
+    Raises:
+        AutoparError: none; the reasons are listed.
+    """
+    graph = space.graph
+    reasons: dict[str, None] = {}
+    found: list[Mesh] = []
+    for pp in _divisors(gpus):
+        for dp in _divisors(gpus // pp):
+            sizes = {"pp": pp, "dp": dp, "tp": gpus // pp // dp}
+            if any(sizes[name] != size for name, size in pins.mesh.items()):
+                continue
+            reason = _refusal(graph, sizes, pins)
+            if reason:
+                reasons[reason] = None
+                continue
+            counts, reason = _microbatch_counts(space, batch, sizes, pins)
+            if reason:
+                reasons[reason] = None
+            found.extend(Mesh(**sizes, microbatches=count) for count in counts)
+    if not found:
+        if not reasons:
+            wanted = ",".join(f"{name}={size}" for name, size in pins.mesh.items())
+            raise AutoparError(f"no mesh with {wanted} has {gpus} ranks", fix="change --mesh or --gpus")
+        what, *others = reasons
+        raise AutoparError(
+            what if pins.mesh else f"no mesh of {gpus} GPUs can run this step: {what}",
+            where=f"{graph.name}, batch {graph.batch_size}",
+            fix="; ".join(others) if others else "choose another mesh, more samples, or fewer GPUs",
+        )
+    return tuple(found)
+
+
+def _refusal(graph: ModelGraph, sizes: Mapping[str, int], pins: Pins) -> str:
+    pp, dp = sizes["pp"], sizes["dp"]
+    if graph.batch_size % dp:
+        return f"dp={dp} does not divide batch {graph.batch_size}"
+    if pp > num_cuttable(graph):
+        return f"pp={pp} needs {pp} pieces, the model has {num_cuttable(graph)}"
+    if pins.zero and dp == 1:
+        return f"zero={pins.zero} splits over dp, and dp=1"
+    if pins.schedule == "none" and pp > 1:
+        return f"schedule none has one stage, and pp={pp}"
+    if pins.schedule not in (None, "none") and pp == 1:
+        return f"schedule {pins.schedule} needs pp > 1"
+    return ""
+
+
+def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int], pins: Pins) -> tuple[list[int], str]:
+    """Numbers of microbatches, and the reason if a pinned one cannot be."""
+    share = space.graph.batch_size // sizes["dp"]
+    wanted = _divisors(share)
+    if pins.microbatch_size is not None:
+        if share % pins.microbatch_size:
+            return [], f"microbatch size {pins.microbatch_size} does not divide the {share} samples of a dp rank"
+        wanted = [share // pins.microbatch_size]
+    counts: list[int] = []
+    reason = ""
+    for count in wanted:
+        mesh = Mesh(**sizes, microbatches=count)
+        if count > 1 and not batch.allows_microbatches:
+            reason = f"{count} microbatches: {batch.obstacle}"
+        elif count > 1 and not splits_evenly(space, batch.placements or (), mesh):
+            reason = f"{count} microbatches do not divide every tensor"
+        elif not schedules_for(mesh, pins):
+            reason = f"{pins.schedule or 'no schedule'} cannot run {count} microbatches on {sizes['pp']} stages"
+        else:
+            counts.append(count)
+    return counts, "" if counts else reason
+
+
+def schedules_for(mesh: Mesh, pins: Pins) -> list[str]:
+    """Schedules that can run, those that keep fewer activations first."""
+    names = schedule_names() if pins.schedule is None else (pins.schedule,)
+    able = [name for name in names if not get_schedule(name).refuse(mesh.pp, mesh.microbatches)]
+    return sorted(able, key=lambda n: (get_schedule(n).in_flight(0, mesh.pp, mesh.microbatches), n))
+
+
+def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
+    if pins.zero is not None:
+        return (pins.zero,)
+    return ZERO_STAGES if mesh.dp > 1 else (0,)
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,0 +1,61 @@
+"""Nothing fits -> an answer: which stage, how much is missing, what holds it, and the nearest change that fits, evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...cost_models.errors import AutoparError
+from ...cost_models.units import GIB
+from ..errors import InfeasibleError
+from .candidates import Pins
+from .sweep import Candidate, NothingFits, Setting, search
+
+_MOST_GPUS_FACTOR = 64
+
+
+def explain(setting: Setting, least: Candidate) -> InfeasibleError:
+    """The error to raise; `least` is the candidate that needs the least memory."""
+    stage, cost = max(enumerate(least.cost.stages), key=lambda item: item[1].memory_bytes["total"])
+    needs, has = cost.memory_bytes["total"] / GIB, setting.cluster.gpu.hbm_bytes / GIB
+    parts = sorted(((size, name) for name, size in cost.memory_bytes.items() if name != "total" and size), reverse=True)
+    held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
+    mesh = ",".join(f"{name}={size}" for name, size in least.mesh.sizes.items())
+    nearest = next(_changes(setting), None)
+    return InfeasibleError(
+        f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",
+        where=f"stage {stage} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
+        f"zero={least.zero}, activation checkpointing {least.activation_checkpoint}",
+        fix=nearest or "no nearby change fits: use GPUs with more memory, or a smaller model",
+    )
+
+
+def _changes(setting: Setting) -> Iterator[str]:
+    """Changes that were searched and fit, the smallest first."""
+    pins = setting.pins
+    for name, text in (
+        ("activation_checkpoint", "activation checkpointing"),
+        ("zero", "the ZeRO stage"),
+        ("microbatch_size", "the microbatch size"),
+        ("schedule", "the schedule"),
+    ):
+        if getattr(pins, name) is not None and _fits(replace(setting, pins=replace(pins, **{name: None}))):
+            yield f"let {text} free (not pinned)"
+    if pins.mesh and _fits(replace(setting, pins=replace(pins, mesh={}))):
+        yield "let the mesh free (not pinned)"
+    free = Pins(mesh={})
+    factor = 2
+    while factor <= _MOST_GPUS_FACTOR:
+        gpus = setting.gpus * factor
+        if _fits(replace(setting, gpus=gpus, pins=free)):
+            yield f"use {gpus} GPUs"
+        factor *= 2
+
+
+def _fits(setting: Setting) -> bool:
+    try:
+        setting.cluster.check_gpus(setting.gpus)
+        search(setting)
+    except (NothingFits, AutoparError):
+        return False
+    return True

@@ -1,0 +1,174 @@
+"""Cluster and stack -> seconds of operations, conversions and parameters: the costs that the integer program minimises.
+
+All prices are of one rank. Operations and conversions are priced per microbatch, parameters per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ...cost_models.communication import axis_group, collective_seconds
+from ...cost_models.compute import work_seconds
+from ...cost_models.hardware import Cluster
+from ...cost_models.stacks import Stack
+from ...cost_models.work import Pass, Work
+from ..capture.graph import Kind, ModelGraph, Node, Template, TensorType
+from ..sharding.mesh import Axis, Mesh
+from ..sharding.placement import SUMMED_GRADIENT, can_split
+from ..sharding.redistribute import Change, CollectiveUse, changes
+from ..sharding.rules import rule_of
+from ..sharding.rules.registry import Saved, pointwise_work, saves_operands
+from .problem import Labels, State
+
+_BUCKET_BYTES = 1 << 28  # gradients are reduced in buckets of the whole model; the rate of a large one
+_PRICED_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def in_precision(graph: ModelGraph, precision: str) -> ModelGraph:
+    """The graph as mixed precision runs it: float32 values, parameters included, in the compute dtype."""
+    dtype = _PRICED_DTYPE[precision]
+    if dtype == "float32":
+        return graph
+
+    def lowered(value: TensorType) -> TensorType:
+        return replace(value, dtype=dtype) if value.dtype == "float32" else value
+
+    def template(old: Template) -> Template:
+        nodes = tuple(replace(node, outputs=tuple(map(lowered, node.outputs))) for node in old.nodes)
+        return replace(old, nodes=nodes)
+
+    return replace(graph, templates=tuple(template(old) for old in graph.templates))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices on one mesh. A `Costs` of the integer program, and what the exact evaluation adds up."""
+
+    mesh: Mesh
+    cluster: Cluster
+    stack: Stack
+    axes: tuple[Axis, ...] = field(init=False)
+    _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
+    _works: dict[object, tuple[float, float]] = field(default_factory=dict, init=False)
+    _uses: dict[tuple[str, str, int], float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", self.mesh.axes)
+
+    # --- building blocks ---
+
+    def use_seconds(self, axis: str, op: str, num_bytes: int) -> float:
+        """One collective over an axis ("world" and "tied" are taken over all ranks and over pp)."""
+        key = (axis, op, num_bytes)
+        if key not in self._uses:
+            size, stride = self._extent(axis)
+            op = "send" if op == "recv" else op
+            group = axis_group(2 if op == "send" else size, stride, self.cluster)
+            self._uses[key] = 0.0 if size == 1 else collective_seconds(op, num_bytes, group, self.cluster)
+        return self._uses[key]
+
+    def _extent(self, axis: str) -> tuple[int, int]:
+        mesh = self.mesh
+        return {
+            "tp": (mesh.tp, 1),
+            "dp": (mesh.dp, mesh.tp),
+            "pp": (mesh.pp, mesh.dp * mesh.tp),
+            "tied": (min(mesh.pp, 2), mesh.dp * mesh.tp),
+            "world": (mesh.world_size, 1),
+        }[axis]
+
+    def uses_seconds(self, uses: Sequence[CollectiveUse]) -> tuple[float, float]:
+        """Forward and backward."""
+        forward = sum(self.use_seconds(u.axis, u.op, u.num_bytes) for u in uses if u.phase == "forward")
+        backward = sum(self.use_seconds(u.axis, u.op, u.num_bytes) for u in uses if u.phase == "backward")
+        return forward, backward
+
+    def work(self, node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[float, float]:
+        """Forward and backward seconds of a local operation, without its inner collectives."""
+        key = (node.name, node.op, node.args, node.kwargs, tuple(operands), tuple(outputs))
+        if key not in self._works:
+            self._works[key] = work_seconds(local_work(node, operands, outputs), self.cluster.gpu, self.stack)
+        return self._works[key]
+
+    def copies(self, change: Change) -> tuple[float, float]:
+        """Forward and backward seconds of the local part of a conversion: slices, pads and masks are copies."""
+        moved = change.before.num_bytes + change.after.num_bytes
+        once = Pass(bytes=moved, kernels=1)
+        forward = once if change.conversion.forward.startswith("[") else Pass()
+        has_backward = change.before.requires_grad and change.conversion.backward.startswith("[")
+        work = Work(forward=forward, backward=once if has_backward else Pass(), dtype=change.before.dtype)
+        key = ("copies", work)
+        if key not in self._works:
+            self._works[key] = work_seconds(work, self.cluster.gpu, self.stack)
+        return self._works[key]
+
+    # --- Costs ---
+
+    def operation(
+        self, template: int, node: Node, labels: Labels, operands: Sequence[TensorType], outputs: Sequence[TensorType]
+    ) -> tuple[float, float]:
+        forward, backward = self.work(node, operands, outputs)
+        rule = rule_of(node.op)
+        if rule is not None:
+            for axis, label in zip(self.axes, labels, strict=True):
+                uses = rule.collectives(node, label, axis.name, axis.size, operands, outputs)
+                forward += sum(self.uses_seconds(uses))
+        return forward + backward, _saved_guess(node, operands, outputs)
+
+    def tensor(self, node: Node, state: State, local: TensorType) -> tuple[float, float]:
+        if node.kind is not Kind.PARAMETER or not local.requires_grad:
+            return 0.0, float(local.num_bytes)
+        seconds = 0.0
+        for axis, pair in zip(self.axes, state, strict=True):
+            if pair == SUMMED_GRADIENT and not axis.is_time:
+                rate = self.use_seconds(axis.name, "all_reduce", _BUCKET_BYTES) / _BUCKET_BYTES
+                seconds += rate * local.num_bytes
+        # The optimizer reads and writes parameter, gradient and two moments once.
+        seconds += 7 * local.num_bytes / self.cluster.gpu.hbm_bytes_per_second
+        return seconds, 4.0 * local.num_bytes
+
+    def conversion(self, value: TensorType, source: State, target: State) -> float | None:
+        key = (value, source, target)
+        if key not in self._conversions:
+            self._conversions[key] = self._conversion(value, source, target)
+        return self._conversions[key]
+
+    def _conversion(self, value: TensorType, source: State, target: State) -> float | None:
+        names = [axis.name for axis in self.axes]
+        before, after = dict(zip(names, source, strict=True)), dict(zip(names, target, strict=True))
+        if not can_split(value, before, self.axes) or not can_split(value, after, self.axes):
+            return None
+        try:
+            steps = changes(value, before, after, self.axes)
+        except (KeyError, ValueError):
+            return None
+        return sum(sum(self.change_seconds(step)) for step in steps)
+
+    def change_seconds(self, change: Change) -> tuple[float, float]:
+        """Forward and backward seconds of one conversion."""
+        forward, backward = self.uses_seconds(change.collectives(self.mesh.axis(change.axis)))
+        copy_forward, copy_backward = (0.0, 0.0) if self.mesh.axis(change.axis).is_time else self.copies(change)
+        return forward + copy_forward, backward + copy_backward
+
+
+def local_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> Work:
+    rule = rule_of(node.op)
+    return (pointwise_work if rule is None else rule.work)(node, operands, outputs)
+
+
+def saved_by(node: Node) -> Saved:
+    rule = rule_of(node.op)
+    return saves_operands(node) if rule is None else rule.saved(node)
+
+
+def _saved_guess(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+    """Bytes an operation keeps for its backward; what several operations keep is counted by each."""
+    if not any(value.requires_grad for value in outputs):
+        return 0.0
+    saved = saved_by(node)
+    return float(
+        sum(operands[i].num_bytes for i in saved.operands)
+        + sum(outputs[i].num_bytes for i in saved.outputs)
+        + saved.extra_bytes
+    )

@@ -1,0 +1,435 @@
+"""Folded graph + mesh axes -> the op-level integer program, and its answer back as placements.
+
+One vertex per node of every template (tied parameters share one), states are the pairs of a value on every axis of the mesh.
+Axes that are not free keep the labels they have, so the same code serves one axis after the other and all axes at once.
+What the axes force (docs/design.md, "Placements"):
+
+| | microbatch | dp | tp |
+|---|---|---|---|
+| model input | R | S(batch) | R |
+| parameter | R/P | R/P | R, R/P, S |
+| buffer, constant | R | R | R, S (buffers) |
+| operation | no inner collectives; none in the prelude | batch factor, none, grad, partial | any factor but batch |
+| conversion | identity; R -> S of prelude values | any | any |
+| loss | P/R | R, P/R | R, P/R |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Protocol
+
+from ..capture.graph import Kind, ModelGraph, Node, Ref, TensorType
+from ..sharding.mesh import MICROBATCH, Axis
+from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
+from ..sharding.program import Placements
+from ..sharding.rules import Option, interesting_groups, options_of
+from .placements_ilp import Assignment, Choice, Group, Problem
+
+Labels = tuple[str, ...]  # one per axis
+State = tuple[Pair, ...]  # one per axis
+
+# Operations that write into an operand: that operand must be the stored buffer itself, never a converted copy.
+_WRITES_OPERANDS = ("aten.batch_norm.default",)
+_UNSPLIT = ("none", "grad")
+
+
+class Costs(Protocol):
+    """What the integer program pays; all amounts are per run of the node, in seconds and bytes."""
+
+    def operation(
+        self, template: int, node: Node, labels: Labels, operands: Sequence[TensorType], outputs: Sequence[TensorType]
+    ) -> tuple[float, float]:
+        """Of a local operation in one microbatch."""
+        ...
+
+    def tensor(self, node: Node, state: State, local: TensorType) -> tuple[float, float]:
+        """Of holding a parameter or buffer, in a step."""
+        ...
+
+    def conversion(self, value: TensorType, source: State, target: State) -> float | None:
+        """Of a change of state in one microbatch, both directions; None: there is no such conversion."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Output `output` of template `source` feeds input node `node` of template `target` in `count` pairs of units."""
+
+    source: int
+    output: int
+    target: int
+    node: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is common to every mesh: options, edges between templates, counts and ties of a graph."""
+
+    graph: ModelGraph
+    counts: tuple[int, ...] = field(init=False)
+    prelude: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", self.graph.counts())
+        object.__setattr__(self, "prelude", self.graph.units[0].template)
+
+    @cached_property
+    def options(self) -> dict[tuple[int, str], tuple[Option, ...]]:
+        found = {}
+        for t, template in enumerate(self.graph.templates):
+            groups = interesting_groups(template)
+            for node in template.of_kind(Kind.OP):
+                found[t, node.name] = options_of(node, [template.type_of(ref) for ref in node.operands], groups)
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        counts: dict[tuple[int, int, int, str], int] = {}
+        for unit in self.graph.units:
+            inputs = self.graph.templates[unit.template].of_kind(Kind.INPUT)
+            for node, value in zip(inputs, unit.inputs, strict=False):
+                key = (self.graph.units[value.unit].template, value.output, unit.template, node.name)
+                counts[key] = counts.get(key, 0) + 1
+        return tuple(Edge(*key, count) for key, count in counts.items())
+
+    @cached_property
+    def holders(self) -> dict[tuple[int, str], tuple[str, ...]]:
+        """FQNs of every PARAMETER and BUFFER node, over all units of its template."""
+        found: dict[tuple[int, str], dict[str, None]] = {}
+        for unit in self.graph.units:
+            for name, fqn in unit.tensors:
+                found.setdefault((unit.template, name), {})[fqn] = None
+        return {key: tuple(fqns) for key, fqns in found.items()}
+
+    @cached_property
+    def tied(self) -> dict[tuple[int, str], tuple[int, str]]:
+        """For every PARAMETER and BUFFER node the first node that holds one of its tensors, itself included."""
+        first: dict[str, tuple[int, str]] = {}
+        found: dict[tuple[int, str], tuple[int, str]] = {}
+        for key, fqns in self.holders.items():
+            root = next((first[fqn] for fqn in fqns if fqn in first), key)
+            found[key] = root
+            for fqn in fqns:
+                first.setdefault(fqn, root)
+        return found
+
+    @cached_property
+    def asked(self) -> dict[tuple[int, Ref], tuple[Pair, ...]]:
+        """Pairs that some operation wants or makes of a value, first seen first."""
+        found: dict[tuple[int, Ref], dict[Pair, None]] = {}
+        for (t, name), options in self.options.items():
+            node = self.graph.templates[t].by_name[name]
+            for option in options:
+                for ref, pair in zip(node.operands, option.operands, strict=True):
+                    found.setdefault((t, ref), {})[pair] = None
+                for index, pair in enumerate(option.outputs):
+                    found.setdefault((t, Ref(name, index)), {})[pair] = None
+        return {key: tuple(pairs) for key, pairs in found.items()}
+
+    @cached_property
+    def crossing(self) -> dict[tuple[int, str], tuple[Pair, ...]]:
+        """Pairs worth having at every INPUT node: those its readers want and its sources make."""
+        found: dict[tuple[int, str], dict[Pair, None]] = {}
+        for t, template in enumerate(self.graph.templates):
+            for node in template.of_kind(Kind.INPUT):
+                found[t, node.name] = dict.fromkeys(self.asked.get((t, Ref(node.name)), ()))
+        # A value that passes through a template unread takes what the next template wants: as many rounds as hops.
+        for _ in self.graph.templates:
+            for edge in self.edges:
+                ref = self.graph.templates[edge.source].outputs[edge.output]
+                into = found[edge.target, edge.node]
+                into.update(dict.fromkeys(self.asked.get((edge.source, ref), ())))
+                if (edge.source, ref.node) in found and edge.source != self.prelude:
+                    found[edge.source, ref.node].update(dict.fromkeys(into))
+        return {key: tuple(pairs) for key, pairs in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What is allowed beside the table above. `batch` holds the label of every node that splits the batch."""
+
+    batch: Placements | None = None
+    tp_may_split_batch: bool = False
+
+
+def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rules) -> list[Pair]:
+    """Pairs that an INPUT, PARAMETER, BUFFER or CONSTANT may have on an axis."""
+    trainable = node.output.requires_grad
+    if node.kind is Kind.INPUT and template == space.prelude:
+        names = [n.name for n in space.graph.templates[template].of_kind(Kind.INPUT)]
+        batch_dim = space.graph.inputs[names.index(node.name)].batch_dim
+        return [split(batch_dim) if axis.name == "dp" and batch_dim is not None else REPLICATED]
+    if node.kind is Kind.INPUT:
+        pairs = [*space.crossing[template, node.name], REPLICATED]
+        return list(dict.fromkeys(normal(pair, trainable) for pair in pairs))
+    if axis.name != "tp":
+        return [normal(SUMMED_GRADIENT, trainable)]
+    asked = [pair for pair in space.asked.get((template, Ref(node.name)), ()) if pair.is_split]
+    if node.kind is Kind.PARAMETER:
+        return list(dict.fromkeys(normal(p, trainable) for p in (REPLICATED, SUMMED_GRADIENT, *asked)))
+    return [REPLICATED, *asked] if node.kind is Kind.BUFFER else [REPLICATED]
+
+
+def operation_options(space: Space, template: int, node: Node, axis: Axis, rules: Rules) -> list[Option]:
+    """Options that an operation may take on an axis."""
+    options = list(space.options[template, node.name])
+    batch = None if rules.batch is None else rules.batch[template].get(node.name, {}).get(MICROBATCH, "none")
+    is_prelude = template == space.prelude
+    if axis.name == MICROBATCH:
+        return options[:1] if is_prelude else [option for option in options if not option.runs_collectives]
+    if axis.name == "dp" and batch is not None and not is_prelude:
+        return [o for o in options if o.label in _UNSPLIT or o.label == batch or o.label.startswith("partial")]
+    if axis.name == "tp" and batch not in (None, *_UNSPLIT) and not rules.tp_may_split_batch:
+        return [o for o in options if o.label != batch or o.label.startswith("partial")]
+    return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A problem, who its vertices are, and how to read an answer."""
+
+    problem: Problem
+    keys: tuple[tuple[tuple[int, str], ...], ...]  # nodes of every vertex
+    axes: tuple[Axis, ...]
+
+    def placements(self, space: Space, assignment: Assignment) -> Placements:
+        found: list[dict[str, dict[str, str]]] = [{} for _ in space.graph.templates]
+        for keys, choices, k in zip(self.keys, self.problem.choices, assignment.chosen, strict=True):
+            labels = choices[k].label
+            assert isinstance(labels, tuple)
+            chosen = {a.name: label for a, label in zip(self.axes, labels, strict=True) if label not in ("none", "R")}
+            if chosen:
+                for template, name in keys:
+                    found[template][name] = dict(chosen)
+        return tuple(found)
+
+
+def build_problem(
+    space: Space,
+    axes: Sequence[Axis],
+    free: Sequence[str],
+    fixed: Placements,
+    rules: Rules,
+    costs: Costs,
+    microbatches: int,
+) -> Built:
+    """The program over `axes`, of which `free` are decided now and the others are as in `fixed`."""
+    builder = _Builder(space, tuple(axes), frozenset(free), fixed, rules, costs, microbatches)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        space: Space,
+        axes: tuple[Axis, ...],
+        free: frozenset[str],
+        fixed: Placements,
+        rules: Rules,
+        costs: Costs,
+        microbatches: int,
+    ) -> None:
+        self.space, self.axes, self.free, self.fixed = space, axes, free, fixed
+        self.rules, self.costs, self.microbatches = rules, costs, microbatches
+        self.keys: list[list[tuple[int, str]]] = []
+        self.choices: list[list[Choice]] = []
+        self.vertex: dict[tuple[int, str], int] = {}
+        self.groups: list[Group] = []
+
+    def build(self) -> Built:
+        for t, template in enumerate(self.space.graph.templates):
+            for node in template.nodes:
+                self._add_vertex(t, node)
+        self._restrict_loss()
+        for t in range(len(self.space.graph.templates)):
+            self._add_template_groups(t)
+        for edge in self.space.edges:
+            ref = self.space.graph.templates[edge.source].outputs[edge.output]
+            consumer = (self.vertex[edge.target, edge.node], 0)
+            weight = edge.count * self.microbatches
+            self._add_group(edge.source, ref, (consumer,), weight, crosses=True)
+        names = tuple(f"{self.space.graph.templates[t].name}: {name}" for (t, name), *_ in self.keys)
+        problem = Problem(names=names, choices=tuple(tuple(c) for c in self.choices), groups=tuple(self.groups))
+        return Built(problem=problem, keys=tuple(tuple(keys) for keys in self.keys), axes=self.axes)
+
+    def _weight(self, template: int) -> float:
+        if template == self.space.prelude:
+            return 1.0
+        return float(self.space.counts[template] * self.microbatches)
+
+    def _add_vertex(self, t: int, node: Node) -> None:
+        key = (t, node.name)
+        root = self.space.tied.get(key, key)
+        if root != key:
+            # The tie also joins what the consumers of both ask for.
+            index = self.vertex[key] = self.vertex[root]
+            self.keys[index].append(key)
+            have = {choice.label for choice in self.choices[index]}
+            self.choices[index].extend(c for c in self._tensor_choices(t, node) if c.label not in have)
+            return
+        self.vertex[key] = len(self.keys)
+        self.keys.append([key])
+        made = self._operation_choices(t, node) if node.kind is Kind.OP else self._tensor_choices(t, node)
+        self.choices.append(list(made))
+
+    def _fixed_label(self, t: int, name: str, axis: Axis, default: str) -> str:
+        return self.fixed[t].get(name, {}).get(axis.name, default)
+
+    def _tensor_choices(self, t: int, node: Node) -> Iterator[Choice]:
+        value = node.output
+        per_axis: list[list[Pair]] = []
+        for axis in self.axes:
+            pairs = tensor_pairs(self.space, t, node, axis, self.rules)
+            if axis.name not in self.free:
+                label = self._fixed_label(t, node.name, axis, "R")
+                pairs = [pair for pair in pairs if str(pair) == label]
+            per_axis.append(pairs)
+        count = len(self.space.holders.get((t, node.name), ())) or self.space.counts[t]
+        updates = sum(name == node.name for name, _ in self.space.graph.templates[t].buffer_updates)
+        for state in product(*per_axis):
+            layout = self._layout(state)
+            if not can_split(value, layout, self.axes):
+                continue
+            seconds, size = 0.0, 0.0
+            if node.kind in (Kind.PARAMETER, Kind.BUFFER):
+                seconds, size = self.costs.tensor(node, state, local_type(value, layout, self.axes))
+            is_input = node.kind is Kind.INPUT and t != self.space.prelude
+            yield Choice(
+                label=tuple(map(str, state)),
+                outputs=(state,),
+                operands=(state,) * (1 if is_input else updates),
+                cost_seconds=seconds * count,
+                memory_bytes=size * count,
+            )
+
+    def _operation_choices(self, t: int, node: Node) -> Iterator[Choice]:
+        template = self.space.graph.templates[t]
+        operand_types = [template.type_of(ref) for ref in node.operands]
+        per_axis: list[list[Option]] = []
+        for axis in self.axes:
+            options = operation_options(self.space, t, node, axis, self.rules)
+            if axis.name not in self.free:
+                label = self._fixed_label(t, node.name, axis, "none")
+                options = [option for option in options if option.label == label]
+            else:
+                options = [option for option in options if option.extent % axis.size == 0]
+            per_axis.append(options)
+        weight = self._weight(t)
+        for options in product(*per_axis):
+            if not self._divides(options):
+                continue
+            wants = [
+                tuple(normal(option.operands[j], value.requires_grad) for option in options)
+                for j, value in enumerate(operand_types)
+            ]
+            makes = [
+                tuple(normal(option.outputs[i], value.requires_grad) for option in options)
+                for i, value in enumerate(node.outputs)
+            ]
+            layouts = [self._layout(state) for state in (*wants, *makes)]
+            values = (*operand_types, *node.outputs)
+            if not all(can_split(v, layout, self.axes) for v, layout in zip(values, layouts, strict=True)):
+                continue
+            local = [local_type(v, layout, self.axes) for v, layout in zip(values, layouts, strict=True)]
+            labels = tuple(option.label for option in options)
+            count = len(operand_types)
+            seconds, size = self.costs.operation(t, node, labels, local[:count], local[count:])
+            yield Choice(
+                label=labels,
+                outputs=tuple(makes),
+                operands=tuple(wants),
+                cost_seconds=seconds * weight,
+                memory_bytes=0.0 if t == self.space.prelude else size * self.space.counts[t],
+            )
+
+    def _divides(self, options: Sequence[Option]) -> bool:
+        """Whether an option's extent holds all axes that take the same label."""
+        for option in options:
+            together = 1
+            takers = 0
+            for axis, other in zip(self.axes, options, strict=True):
+                if other.label == option.label:
+                    together *= axis.size
+                    takers += 1
+            if option.extent and option.extent % together:
+                return False
+            if option.one_axis and takers > 1:
+                return False
+        return True
+
+    def _layout(self, state: Sequence[Pair]) -> dict[str, Pair]:
+        return {axis.name: pair for axis, pair in zip(self.axes, state, strict=True)}
+
+    def _restrict_loss(self) -> None:
+        loss = self.space.graph.loss
+        t = self.space.graph.units[loss.unit].template
+        ref = self.space.graph.templates[t].outputs[loss.output]
+        vertex = self.vertex[t, ref.node]
+        self.choices[vertex] = [
+            choice
+            for choice in self.choices[vertex]
+            if all(
+                pair == PARTIAL or (pair == REPLICATED and not axis.is_time)
+                for axis, pair in zip(self.axes, _state(choice.outputs[ref.index]), strict=True)
+            )
+        ]
+
+    def _add_template_groups(self, t: int) -> None:
+        template = self.space.graph.templates[t]
+        for ref, readers in template.consumers().items():
+            consumers = tuple((self.vertex[t, name], position) for name, position in readers)
+            is_written = template.by_name[ref.node].kind is Kind.BUFFER and any(
+                template.by_name[name].op in _WRITES_OPERANDS for name, _ in readers
+            )
+            self._add_group(t, ref, consumers, self._weight(t), identity_only=is_written)
+        for position, (buffer, ref) in enumerate(template.buffer_updates):
+            earlier = sum(name == buffer for name, _ in template.buffer_updates[:position])
+            self._add_group(t, ref, ((self.vertex[t, buffer], earlier),), 1.0, identity_only=True)
+
+    def _add_group(
+        self,
+        t: int,
+        ref: Ref,
+        consumers: tuple[tuple[int, int], ...],
+        weight: float,
+        *,
+        crosses: bool = False,
+        identity_only: bool = False,
+    ) -> None:
+        value = self.space.graph.templates[t].type_of(ref)
+        producer = (self.vertex[t, ref.node], ref.index)
+        made = dict.fromkeys(_state(choice.outputs[ref.index]) for choice in self.choices[producer[0]])
+        wanted = dict.fromkeys(_state(c.operands[j]) for n, j in consumers for c in self.choices[n])
+        may_slice = crosses and t == self.space.prelude
+        prices: dict[tuple[State, State], float] = {}
+        for source in made:
+            for target in wanted:
+                if source == target:
+                    prices[source, target] = 0.0
+                elif not identity_only and self._keeps_time(source, target, may_slice):
+                    price = self.costs.conversion(value, source, target)
+                    if price is not None:
+                        prices[source, target] = price
+        self.groups.append(Group(producer=producer, consumers=consumers, weight=weight, prices=prices))
+
+    def _keeps_time(self, source: State, target: State, may_slice: bool) -> bool:
+        """On the microbatch axis nothing changes, but that the loop slices what the prelude made."""
+        for axis, p, r in zip(self.axes, source, target, strict=True):
+            if axis.is_time and p != r and not (may_slice and p == REPLICATED and r.is_split):
+                return False
+        return True
+
+
+def _state(state: object) -> State:
+    assert isinstance(state, tuple)
+    return state
+
+
+def empty_placements(graph: ModelGraph) -> Placements:
+    empty: Mapping[str, Mapping[str, str]] = {}
+    return tuple(empty for _ in graph.templates)

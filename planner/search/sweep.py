@@ -1,0 +1,345 @@
+"""All choices together: the best plan over meshes, microbatches, placements, cuts and policies.
+
+Candidates (mesh, microbatches) are taken in order of their lower bound and the sweep ends when the bound passes the best
+plan found. A candidate is solved by the op-level program, slowest axis first (dp, then tp), lowered, cut into stages, and
+priced exactly under each policy; placements are solved once for all pipelines and policies of the same (dp, microbatches, tp).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from ...cost_models.errors import AutoparError
+from ...cost_models.hardware import Cluster
+from ...cost_models.stacks import Stack
+from ..capture.graph import Kind, ModelGraph
+from ..schedules import get_schedule
+from ..sharding.mesh import MICROBATCH, Mesh
+from ..sharding.program import Placements
+from .batch import BatchSplit, find_batch_split
+from .candidates import CHECKPOINTS, Pins, WholeModel, bound_seconds, meshes, schedules_for, whole_model, zeros_for
+from .evaluate import Evaluated, Evaluator
+from .placements_ilp import NoAssignment, solve
+from .prices import Prices, in_precision
+from .problem import Rules, Space, build_problem, empty_placements
+from .stages_ilp import Cutting, cut_by_ilp
+
+Progress = Callable[[str], None]
+_MEMORY_PRICES = (1e-12, 1e-11, 1e-10)  # seconds per byte, tried in turn when nothing fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is given: the captured step, the hardware, and the pins."""
+
+    graph: ModelGraph
+    gpus: int
+    cluster: Cluster
+    stack: Stack
+    precision: str
+    optimizer: str
+    pins: Pins
+    exact: bool = False
+    tp_may_split_batch: bool = False
+    time_limit_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A complete, priced choice."""
+
+    mesh: Mesh
+    placements: Placements
+    stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
+    schedule: str
+    zero: int
+    activation_checkpoint: str
+    cost: Evaluated
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The answer of a sweep. `runners_up` holds the best of every other mesh that was priced."""
+
+    best: Candidate
+    runners_up: tuple[Candidate, ...]
+    bound_seconds: float
+    considered: int
+    solved: int
+    is_complete: bool  # False: the time limit cut the sweep short
+    batch: BatchSplit
+
+
+class NothingFits(Exception):
+    """Every candidate needs more memory than there is; `least` needs the least."""
+
+    def __init__(self, least: Candidate) -> None:
+        super().__init__("nothing fits")
+        self.least = least
+
+
+def search(setting: Setting, progress: Progress | None = None) -> Found:
+    """The best plan.
+
+    Raises:
+        AutoparError: the pins allow no plan; they are named.
+        NothingFits: no plan fits in memory.
+    """
+    return _Sweep(setting, progress or (lambda text: None)).run()
+
+
+@dataclass
+class _Sweep:
+    setting: Setting
+    progress: Progress
+    deadline: float = field(init=False)
+    space: Space = field(init=False)
+    batch: BatchSplit = field(init=False)
+    whole: WholeModel = field(init=False)
+    found: list[Candidate] = field(default_factory=list, init=False)
+    useless: dict[str, None] = field(default_factory=dict, init=False)
+    _placements: dict[tuple[int, int, int, float], Placements | str] = field(default_factory=dict, init=False)
+    _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
+    solved: int = 0
+
+    def __post_init__(self) -> None:
+        setting = self.setting
+        limit = setting.time_limit_seconds
+        self.deadline = inf if limit is None else time.monotonic() + limit
+        self.space = Space(in_precision(setting.graph, setting.precision))
+        self.batch = find_batch_split(self.space)
+        self.whole = whole_model(self.space, setting.graph, setting.cluster, setting.stack)
+
+    # --- the outer loop ---
+
+    def run(self) -> Found:
+        setting = self.setting
+        every = meshes(self.space, self.batch, setting.gpus, setting.pins)
+        bounds = {mesh: self._bound(mesh) for mesh in every}
+        order = sorted(every, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
+        best = inf
+        skipped = inf
+        is_complete = True
+        for index, mesh in enumerate(order):
+            if bounds[mesh] >= best:
+                skipped = bounds[mesh]
+                break
+            if time.monotonic() > self.deadline and best < inf:
+                is_complete = False
+                skipped = bounds[mesh]
+                break
+            self.progress(f"candidate {index + 1} of {len(order)}: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}")
+            for candidate in self._solve(mesh):
+                self.found.append(candidate)
+                if candidate.fits:
+                    best = min(best, candidate.cost.step_seconds)
+        if best == inf:
+            self._refuse()
+        self._add_single_axis_runners(order)
+        fitting = [candidate for candidate in self.found if candidate.fits]
+        chosen = min(fitting, key=_rank)
+        lowest = min([skipped, *(bounds[candidate.mesh] for candidate in self.found)])
+        return Found(
+            best=chosen,
+            runners_up=_best_of_other_meshes(self.found, chosen),
+            bound_seconds=min(lowest, chosen.cost.step_seconds),
+            considered=len(every),
+            solved=self.solved,
+            is_complete=is_complete,
+            batch=self.batch,
+        )
+
+    def _bound(self, mesh: Mesh) -> float:
+        setting = self.setting
+        shards = max(zeros_for(mesh, setting.pins)) >= 2
+        return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards)
+
+    def _refuse(self) -> None:
+        if self.found:
+            raise NothingFits(min(self.found, key=lambda candidate: candidate.cost.memory_bytes))
+        what, *others = self.useless or {"no mesh can run this step": None}
+        raise AutoparError(what, where=self.setting.graph.name, fix="; ".join(others) or "choose another mesh")
+
+    def _add_single_axis_runners(self, order: list[Mesh]) -> None:
+        """Dp only, tp only and pp only are priced even where a bound excludes them: people ask."""
+        gpus = self.setting.gpus
+        done = {candidate.mesh for candidate in self.found}
+        for sizes in ((gpus, 1, 1), (1, gpus, 1), (1, 1, gpus)):
+            same = [mesh for mesh in order if (mesh.pp, mesh.dp, mesh.tp) == sizes]
+            if same and not any(mesh in done for mesh in same) and time.monotonic() < self.deadline:
+                self.found.extend(self._solve(same[0]))
+
+    # --- one candidate ---
+
+    def prices(self, mesh: Mesh) -> Prices:
+        if mesh not in self._prices:
+            self._prices[mesh] = Prices(mesh=mesh, cluster=self.setting.cluster, stack=self.setting.stack)
+        return self._prices[mesh]
+
+    def _solve(self, mesh: Mesh) -> list[Candidate]:
+        """The mesh under every policy, best first; what does not fit is kept as the answer to "why not"."""
+        candidates: list[Candidate] = []
+        for seconds_per_byte in (0.0, *_MEMORY_PRICES):
+            placements = self._placed(mesh, seconds_per_byte)
+            if isinstance(placements, str):
+                self.useless[placements] = None
+                break
+            candidates.extend(self._priced(mesh, placements))
+            if any(candidate.fits for candidate in candidates) or mesh.tp == 1:
+                break
+        fitting = [candidate for candidate in candidates if candidate.fits]
+        if fitting:
+            return [min(fitting, key=_rank)]
+        return [min(candidates, key=lambda c: c.cost.memory_bytes)] if candidates else []
+
+    def _priced(self, mesh: Mesh, placements: Placements) -> list[Candidate]:
+        setting = self.setting
+        evaluator = Evaluator(
+            graph=self.space.graph,
+            master=setting.graph,
+            placements=placements,
+            prices=self.prices(mesh),
+            optimizer=setting.optimizer,
+            precision=setting.precision,
+        )
+        pinned = setting.pins.activation_checkpoint
+        found: list[Candidate] = []
+        for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
+            for zero in zeros_for(mesh, setting.pins):
+                for schedule in schedules_for(mesh, setting.pins):
+                    found.append(self._candidate(evaluator, schedule, zero, checkpoint))
+            if any(candidate.fits for candidate in found):
+                break  # recomputation only costs time
+        return found
+
+    def _candidate(self, evaluator: Evaluator, schedule: str, zero: int, checkpoint: str) -> Candidate:
+        mesh = evaluator.mesh
+        stages = self._cut(evaluator, schedule, zero, checkpoint)
+        cost = evaluator.evaluate(stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint)
+        return Candidate(
+            mesh=mesh,
+            placements=evaluator.placements,
+            stages=stages,
+            schedule=schedule,
+            zero=zero,
+            activation_checkpoint=checkpoint,
+            cost=cost,
+            fits=cost.memory_bytes <= self.setting.cluster.gpu.hbm_bytes,
+        )
+
+    def _cut(self, evaluator: Evaluator, schedule: str, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
+        mesh = evaluator.mesh
+        last = len(self.space.graph.units)
+        if mesh.pp == 1:
+            return ((0, last),)
+        units = [evaluator.unit(index, recompute=checkpoint == "full") for index in range(1, last)]
+        gpu = self.setting.cluster.gpu
+        working = max(unit.working_bytes for unit in units)
+        cutting = Cutting(
+            seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+            held_bytes=tuple(float(evaluator.unit_state_bytes(index, zero)) for index in range(1, last)),
+            kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
+            cut_seconds=tuple(2 * evaluator.send_seconds(index + 1) for index in range(1, last)),
+            in_flight=tuple(get_schedule(schedule).in_flight(s, mesh.pp, mesh.microbatches) for s in range(mesh.pp)),
+            microbatches=mesh.microbatches,
+            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
+        )
+        try:
+            ends = cut_by_ilp(cutting, time_limit_seconds=20.0)
+        except NoAssignment:
+            # Nothing fits: the most even cut shows by how much.
+            ends = cut_by_ilp(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
+        bounds = (0, *(end + 1 for end in ends), last)
+        return tuple(zip(bounds, bounds[1:], strict=False))
+
+    # --- placements ---
+
+    def _placed(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
+        """Placements of (dp, microbatches, tp), or why the mesh makes no sense."""
+        key = (mesh.dp, mesh.microbatches, mesh.tp, seconds_per_byte)
+        if key not in self._placements:
+            self._placements[key] = self._place(replace(mesh, pp=1), seconds_per_byte)
+        return self._placements[key]
+
+    def _place(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
+        rules = Rules(batch=self.batch.placements, tp_may_split_batch=self.setting.tp_may_split_batch)
+        placements = empty_placements(self.space.graph)
+        if mesh.microbatches > 1:
+            assert self.batch.placements is not None
+            placements = _copied(self.batch.placements)
+        free = [name for name in ("dp", "tp") if mesh.sizes[name] > 1]
+        if self.setting.exact and len(free) > 1:
+            return self._solve_axes(mesh, placements, rules, tuple(free), seconds_per_byte)
+        for name in free:
+            part = mesh if name == "tp" else replace(mesh, tp=1)
+            solved = self._solve_axes(part, placements, rules, (name,), seconds_per_byte)
+            if isinstance(solved, str):
+                return solved
+            placements = solved
+        return placements
+
+    def _solve_axes(
+        self, mesh: Mesh, fixed: Placements, rules: Rules, free: tuple[str, ...], seconds_per_byte: float
+    ) -> Placements | str:
+        built = build_problem(self.space, mesh.axes, free, fixed, rules, self.prices(mesh), mesh.microbatches)
+        sizes = " and ".join(f"{name}={mesh.sizes[name]}" for name in free)
+        try:
+            assignment = solve(built.problem, seconds_per_byte=seconds_per_byte)
+        except NoAssignment as stuck:
+            return f"{sizes} has no placements{f': stuck at {stuck.vertex}' if stuck.vertex else ''}"
+        self.solved += 1
+        placements = built.placements(self.space, assignment)
+        for name in free:
+            if not _splits_something(self.space, placements, name):
+                return f"{name}={mesh.sizes[name]} splits nothing: {self._obstacles(mesh.sizes[name], rules)}"
+        return placements
+
+    def _obstacles(self, size: int, rules: Rules) -> str:
+        """The nearest obstacles: operations whose factors the axis does not divide."""
+        found: dict[str, None] = {}
+        for (t, name), options in self.space.options.items():
+            if t == self.space.prelude:
+                continue
+            template = self.space.graph.templates[t]
+            sizes = sorted({o.extent for o in options if o.extent > 1 and o.extent % size}, reverse=True)
+            if sizes and any(p.output.requires_grad for p in template.of_kind(Kind.PARAMETER)):
+                where = f"{template.pattern}.{name}" if template.pattern else f"{template.name}.{name}"
+                found[f"{' or '.join(map(str, sizes[:3]))} at {where}"] = None
+        return "; ".join(list(found)[:4]) or "no operation has a factor to split"
+
+
+def _splits_something(space: Space, placements: Placements, axis: str) -> bool:
+    for t, template in enumerate(space.graph.templates):
+        if t == space.prelude:
+            continue
+        for node in template.of_kind(Kind.OP):
+            label = placements[t].get(node.name, {}).get(axis, "none")
+            if label not in ("none", "grad") and not label.startswith("partial"):
+                return True
+    return False
+
+
+def _copied(placements: Placements) -> Placements:
+    return tuple({name: {MICROBATCH: labels[MICROBATCH]} for name, labels in p.items()} for p in placements)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
+    """Faster first; then less memory, fewer stages, less splitting."""
+    cost = candidate.cost
+    return (cost.step_seconds, cost.memory_bytes, candidate.mesh.pp, candidate.mesh.tp, candidate.mesh.microbatches)
+
+
+def _best_of_other_meshes(found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
+    by_sizes: dict[tuple[int, int, int], Candidate] = {}
+    for candidate in found:
+        sizes = (candidate.mesh.pp, candidate.mesh.dp, candidate.mesh.tp)
+        if sizes == (chosen.mesh.pp, chosen.mesh.dp, chosen.mesh.tp):
+            continue
+        old = by_sizes.get(sizes)
+        if old is None or (not candidate.fits, _rank(candidate)) < (not old.fits, _rank(old)):
+            by_sizes[sizes] = candidate
+    return tuple(sorted(by_sizes.values(), key=lambda c: (not c.fits, _rank(c))))

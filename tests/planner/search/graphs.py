@@ -1,0 +1,71 @@
+"""Small hand-made graphs for the tests of the search."""
+
+from autopar.planner.capture.graph import (
+    Kind,
+    ModelGraph,
+    ModelInput,
+    Node,
+    ParameterInfo,
+    Ref,
+    Template,
+    TensorType,
+    Unit,
+    Value,
+)  # fmt: skip
+
+
+def value(*shape: int, grad: bool = True) -> TensorType:
+    return TensorType(shape=shape, requires_grad=grad)
+
+
+def op(name: str, target: str, args: tuple[object, ...], *outputs: TensorType) -> Node:
+    return Node(name=name, kind=Kind.OP, op=target, args=args, outputs=outputs)
+
+
+def leaf(name: str, kind: Kind, output: TensorType) -> Node:
+    return Node(name=name, kind=kind, outputs=(output,))
+
+
+def residual_mlp(*, batch: int = 8, width: int = 16, hidden: int = 32, depth: int = 4) -> ModelGraph:
+    """x = x + down(gelu(up(x))), `depth` times, then the sum of squares over the batch."""
+    features = leaf("features", Kind.INPUT, value(batch, width, grad=False))
+    prelude = Template(name="Prelude", pattern="", nodes=(features,), outputs=(Ref("features"),))
+
+    def block(name: str, pattern: str, grad: bool) -> Template:
+        nodes = (
+            leaf("x", Kind.INPUT, value(batch, width, grad=grad)),
+            leaf("up.weight", Kind.PARAMETER, value(hidden, width)),
+            leaf("down.weight", Kind.PARAMETER, value(width, hidden)),
+            op("up.linear", "aten.linear.default", (Ref("x"), Ref("up.weight")), value(batch, hidden)),
+            op("gelu", "aten.gelu.default", (Ref("up.linear"),), value(batch, hidden)),
+            op("down.linear", "aten.linear.default", (Ref("gelu"), Ref("down.weight")), value(batch, width)),
+            op("add", "aten.add.Tensor", (Ref("x"), Ref("down.linear")), value(batch, width)),
+        )
+        return Template(name=name, pattern=pattern, nodes=nodes, outputs=(Ref("add"),), is_module=True)
+
+    head_nodes = (
+        leaf("x", Kind.INPUT, value(batch, width)),
+        op("mul", "aten.mul.Tensor", (Ref("x"), Ref("x")), value(batch, width)),
+        op("sum", "aten.sum.default", (Ref("mul"),), value()),
+    )
+    head = Template(name="Head", pattern="", nodes=head_nodes, outputs=(Ref("sum"),))
+    templates = (prelude, block("First", "h.0", False), block("Block", "h.*", True), head)
+    units = [Unit(template=0, fqn="", inputs=())]
+    tensors: dict[str, ParameterInfo] = {}
+    for layer in range(depth):
+        held = tuple((f"{part}.weight", f"h.{layer}.{part}.weight") for part in ("up", "down"))
+        units.append(
+            Unit(template=min(layer, 1) + 1, fqn=f"h.{layer}", inputs=(Value(len(units) - 1, 0),), tensors=held)
+        )
+        for (name, fqn) in held:
+            tensors[fqn] = ParameterInfo(type=templates[2].by_name[name].output)
+    units.append(Unit(template=3, fqn="", inputs=(Value(depth, 0),)))
+    return ModelGraph(
+        name="residual_mlp",
+        batch_size=batch,
+        inputs=(ModelInput(name="features", type=features.output, batch_dim=0),),
+        templates=templates,
+        units=tuple(units),
+        loss=Value(depth + 1, 0),
+        tensors=tensors,
+    )
