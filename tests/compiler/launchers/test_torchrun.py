@@ -1,0 +1,121 @@
+"""train.py and launch.sh: text that is valid, escaped, stable, and refuses a wrong number of ranks."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from autopar.compiler.launchers.torchrun import render_training
+from autopar.compiler.launchers.train_script import python_literal
+
+NASTY = 'a "quoted" \\ name\n# {braces} \u00e9'
+
+
+def rendered(**changes):
+    facts = {
+        "mesh": {"pp": 2, "dp": 2, "tp": 2},
+        "gpus": 8,
+        "cluster": "h100-sxm",
+        "batch_size": 16,
+        "microbatches": 2,
+        "optimizer": "adamw",
+        "precision": "fp32",
+        "model": SimpleNamespace(path="../gpt.py", name="build", arguments={"preset": "tiny", "dropout": 0.1}),
+    }
+    inputs = (SimpleNamespace(name="ids", batch_dim=0), SimpleNamespace(name="scale", batch_dim=None))
+    return render_training(SimpleNamespace(**{**facts, **changes}), SimpleNamespace(name="gpt", inputs=inputs))
+
+
+def constants(text):
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def test_the_facts_of_the_plan_are_constants():
+    found = constants(rendered()["train.py"])
+    assert found["MODEL_FILE"] == "../gpt.py"
+    assert found["MODEL_ARGUMENTS"] == {"preset": "tiny", "dropout": 0.1}
+    assert found["BATCH_SIZE"] == 16
+    assert found["DATA_PARALLEL"] == 2
+    assert found["INPUT_BATCH_DIMS"] == {"ids": 0, "scale": None}
+
+
+def test_strings_of_the_plan_stay_strings():
+    model = SimpleNamespace(path=NASTY, name="build", arguments={NASTY: [NASTY, None, (1, 2.5)]})
+    found = constants(rendered(model=model)["train.py"])
+    assert found["MODEL_FILE"] == NASTY
+    assert found["MODEL_ARGUMENTS"] == {NASTY: [NASTY, None, (1, 2.5)]}
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 2.5, 1e-9, "", NASTY, [], (), (1,), {"a": {"b": [1, "'"]}}])
+def test_literals_read_back(value):
+    assert ast.literal_eval(python_literal(value)) == value
+
+
+def test_only_literals_are_written():
+    with pytest.raises(TypeError):
+        python_literal(object())
+
+
+def test_rendering_twice_is_equal():
+    assert rendered() == rendered()
+
+
+RUFF = Path(sys.executable).with_name("ruff")
+
+
+@pytest.mark.skipif(not RUFF.exists(), reason="ruff is not installed")
+def test_train_script_is_formatted(tmp_path):
+    (tmp_path / "train.py").write_text(rendered()["train.py"])
+    for command in (["format", "--check"], ["check", "--select", "E,F,I,UP,B,SIM"]):
+        done = subprocess.run(
+            [RUFF, *command, "--line-length", "120", "--isolated", "train.py"], cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_nodes_follow_from_the_cluster():
+    assert 'NNODES="${NNODES:-1}"' in rendered()["launch.sh"]
+    assert 'NNODES="${NNODES:-4}"' in rendered(gpus=32, mesh={"pp": 8, "dp": 2, "tp": 2})["launch.sh"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "--standalone --nproc-per-node 8 {here}/train.py --steps 3"),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"},
+            "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr node0 --master-port 29500 {here}/train.py "
+            "--steps 3",
+        ),
+    ],
+)
+def test_launch_calls_torchrun(tmp_path, environment, expected):
+    (tmp_path / "launch.sh").write_text(rendered()["launch.sh"])
+    command = ["bash", str(tmp_path / "launch.sh"), "--steps", "3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "TORCHRUN": "echo", **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected.format(here=tmp_path)
+
+
+def test_launch_refuses_another_number_of_ranks(tmp_path):
+    (tmp_path / "launch.sh").write_text(rendered()["launch.sh"])
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh")],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "TORCHRUN": "echo", "NGPU": "4"},
+    )
+    assert done.returncode == 2
+    assert "8 ranks" in done.stderr
+    assert done.stdout == ""
