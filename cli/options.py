@@ -1,4 +1,4 @@
-"""Options that are small languages of their own: key=value pairs, the model argument."""
+"""What options mean that take more than a word: key=value pairs, the folder for a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ def parse_assignments(items: Iterable[str], *, option: str) -> dict[str, str]:
     return found
 
 
-def split_model(text: str) -> tuple[str, str | None]:
-    """ "gpt.py:build" -> ("gpt.py", "build"); "gpt.py" -> ("gpt.py", None)."""
-    path, colon, name = text.rpartition(":")
-    if colon and path and "/" not in name and "\\" not in name:
-        return path, name
-    return text, None
-
-
-def default_folder(model_path: str) -> Path:
-    """Where `plan` writes without --out: ./gpt-autopar for gpt.py."""
-    return Path(f"{Path(model_path).stem}-autopar")
+def default_folder(model: str) -> Path:
+    """Where `plan` writes without --out: ./gpt-autopar for models/gpt.py:build."""
+    return Path(f"{Path(Path(model).name.partition(':')[0]).stem}-autopar")

@@ -220,7 +220,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
             solved=found.solved,
             exact=setting.exact,
         ),
-        pins=setting.pins.described(),
+        pins=setting.pins.described() | ({"tp-may-split-batch": "true"} if setting.tp_may_split_batch else {}),
         notes=tuple(notes),
     )
 

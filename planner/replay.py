@@ -49,6 +49,7 @@ def request_of(plan: Plan) -> PlanRequest:
     mesh = parse_mesh(pins.pop("mesh"), where=where) if "mesh" in pins else {}
     microbatch_size, zero = (_whole(pins.pop(name, None), name, where) for name in ("microbatch-size", "zero"))
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
+    may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
     if pins:
         unknown = ", ".join(sorted(pins))
         raise AutoparError(f"unknown pin {unknown}", where=where, fix="plan again with this autopar")
@@ -68,6 +69,7 @@ def request_of(plan: Plan) -> PlanRequest:
         zero=zero,
         activation_checkpoint=checkpoint,
         exact=plan.solver.exact,
+        tp_may_split_batch=may_split_batch,
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from ...cost_models.units import format_flops
 from ...planner.errors import AutoparError
 from ..console import print_result, progress
-from ..options import parse_assignments, split_model
+from ..options import parse_assignments
 
 
 def graph(

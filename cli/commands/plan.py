@@ -18,7 +18,7 @@ from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to
 from ...planner.replay import parse_mesh
 from ..console import Progress, print_note, print_result, print_table, progress
-from ..options import default_folder, parse_assignments, split_model
+from ..options import default_folder, parse_assignments
 
 if TYPE_CHECKING:
     from ...planner.driver import PlanRequest
@@ -122,7 +122,7 @@ def plan(
         exact=is_exact,
         time_limit_seconds=time_limit_seconds,
     )
-    folder = out or default_folder(split_model(model)[0])
+    folder = out or default_folder(model)
     writes = out is not None or not is_json
     assumed = [f"--cluster {cluster}"] if _is_default(context, "cluster") else []
     with progress(is_quiet=is_quiet) as report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from autopar.cli.options import default_folder, parse_assignments, split_model
+from autopar.cli.options import default_folder, parse_assignments
 from autopar.planner.errors import AutoparError
 
 
@@ -23,18 +23,6 @@ def test_bad_assignments(items: list[str], what: str) -> None:
     assert "--set" in caught.value.where + caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gpt.py", ("gpt.py", None)),
-        ("a/gpt.py:build", ("a/gpt.py", "build")),
-        ("C:\\models\\gpt.py", ("C:\\models\\gpt.py", None)),
-        ("C:/models/gpt.py", ("C:/models/gpt.py", None)),
-    ],
-)
-def test_model(text: str, expected: tuple[str, str | None]) -> None:
-    assert split_model(text) == expected
-
-
-def test_default_folder() -> None:
-    assert default_folder("models/gpt.py") == Path("gpt-autopar")
+@pytest.mark.parametrize("text", ["gpt.py", "models/gpt.py", "models/gpt.py:build", "gpt.py:build"])
+def test_default_folder(text: str) -> None:
+    assert default_folder(text) == Path("gpt-autopar")
