@@ -42,6 +42,14 @@ def seeded_native_dropout(x: torch.Tensor, p: float, training: bool | None, seed
         return torch.native_dropout(x, p, training)
 
 
+def seeded_feature_dropout(x: torch.Tensor, p: float, training: bool, seed: int) -> torch.Tensor:
+    """Dropout of whole channels that draws from `seed`."""
+    if not training:
+        return x
+    with seeded(seed, x.device):
+        return torch.feature_dropout(x, p, True)
+
+
 def seeded_attention(
     query: torch.Tensor,
     key: torch.Tensor,

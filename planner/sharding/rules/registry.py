@@ -87,10 +87,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What autograd keeps for the backward: operand and output positions, and bytes of other tensors (masks, statistics)."""
+    """What autograd keeps for the backward: operand and output positions, and bytes of other tensors (masks, statistics).
+
+    `operand_copies`: operands of which a new tensor of the same size is kept (the log-probabilities of a loss).
+    `extra_bytes` is reckoned from `node.outputs`: for one rank, ask with the local types in them (`saved_on_rank`).
+    """
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    operand_copies: tuple[int, ...] = ()
     extra_bytes: int = 0
 
 
@@ -203,6 +208,12 @@ def rule_of(op: str) -> OpRule | None:
         if (rule := find(op)) is not None:
             return rule
     return None
+
+
+def saved_on_rank(node: Node, outputs: LocalTypes) -> Saved:
+    """What autograd keeps on one rank, from the local output types; without a rule every operand."""
+    rule = rule_of(node.op)
+    return (saves_operands if rule is None else rule.saved)(replace(node, outputs=tuple(outputs)))
 
 
 def registered_ops() -> tuple[str, ...]:
