@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ NUM_ALTERNATIVES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a user asks for. `model` is "file.py" or "file.py:name"; None and an empty `mesh` leave a choice to the search."""
+    """What a user asks for. `model` is "file.py" or "file.py:name"; None and an empty `mesh` leave it to the search."""
 
     model: str
     gpus: int
@@ -60,14 +60,15 @@ def make_plan(request: PlanRequest, progress: Callable[[str], None] | None = Non
     """Capture the model, search, and write down the answer.
 
     Raises:
-        AutoparError: bad options, files or pins. UnsupportedModel: the model cannot be captured. InfeasibleError: no plan
-            fits.
+        AutoparError: bad options, files or pins.
+        UnsupportedModel: the model cannot be captured.
+        InfeasibleError: no plan fits.
     """
     cluster = check_request(request)
     say = progress or (lambda text: None)
     say("capturing the model")
-    graph = capture(request)
-    return plan_graph(graph, request, cluster, say)
+    graph, named = capture(request)
+    return plan_graph(graph, named, cluster, say)
 
 
 def check_request(request: PlanRequest) -> Cluster:
@@ -98,15 +99,16 @@ def split_model(model: str) -> tuple[str, str | None]:
     return (path, name) if colon and path.endswith((".py", ".json")) else (model, None)
 
 
-def capture(request: PlanRequest) -> ModelGraph:
-    """The graph of the request's model."""
+def capture(request: PlanRequest) -> tuple[ModelGraph, PlanRequest]:
+    """The graph of the request's model, and the request with the name of what was built and the arguments as converted."""
     from .capture import capture_model
 
     path, name = split_model(request.model)
     captured = capture_model(
         path, name=name, arguments=request.arguments, inputs=request.inputs, batch_size=request.batch_size
     )
-    return captured.graph
+    loaded = captured.loaded
+    return captured.graph, replace(request, model=f"{path}:{loaded.name}", arguments=loaded.arguments)
 
 
 def plan_graph(

@@ -106,7 +106,11 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_source_is_ascii() -> None:
-    bad = [file.relative_to(ROOT).as_posix() for file in tracked("*.py", "*.toml", ".ci") if not file.read_bytes().isascii()]
+    bad = [
+        file.relative_to(ROOT).as_posix()
+        for file in tracked("*.py", "*.toml", ".ci")
+        if not file.read_bytes().isascii()
+    ]
     assert not bad
 
 
