@@ -1,9 +1,9 @@
 """Which factor of every operation is the batch: the microbatch axis solved as a feasibility problem, without prices.
 
-Microbatches split the batch in time, so only free conversions may stand between operations (docs/design.md). Where such
-placements exist they say, for every node, which of its factors holds the samples; dp splits the same one and tp leaves it alone.
-Where none exist (batch norm, contrastive losses) the plan has one microbatch, and the batch factor is the one that
-needs the fewest bytes of conversions on dp.
+Microbatches split the batch in time, so only free conversions may stand between operations (docs/design.md). Where
+such placements exist they say, for every node, which of its factors holds the samples; dp splits the same one and tp
+leaves it alone. Where none exist (batch norm, contrastive losses) the plan has one microbatch, and the batch factor is
+the one that needs the fewest bytes of conversions on dp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _SECONDS_PER_ELEMENT = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """`placements` name the batch factor under the axis "microbatch". `obstacle`: why there is but one microbatch, "" if not."""
+    """`placements` name the batch factor under the axis "microbatch".
+
+    `obstacle`: why there can be but one microbatch, "" if there can be more.
+    """
 
     placements: Placements | None
     obstacle: str = ""

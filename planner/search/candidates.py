@@ -1,8 +1,8 @@
 """The outer choices: meshes, microbatches, and a lower bound on what each can reach.
 
-The bound of a candidate takes every operation at its whole size, spread evenly over all ranks (kernels get no more efficient
-when they get smaller), or the host time of its launches, which no split reduces; plus fill and drain of the pipeline and
-the optimizer on the smallest share of the parameters. No placement, cut or policy is faster.
+The bound of a candidate takes every operation at its whole size, spread evenly over all ranks (kernels get no more
+efficient when they get smaller), or the host time of its launches, which no split reduces; plus fill and drain of the
+pipeline and the optimizer on the smallest share of the parameters. No placement, cut or policy is faster.
 """
 
 from __future__ import annotations

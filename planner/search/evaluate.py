@@ -1,7 +1,8 @@
 """A complete candidate, lowered -> seconds of every unit, stage and step, and bytes by component on every stage.
 
-Unlike the integer program this reads the lowered program itself: conversions as they are shared, local types as they come
-out, what autograd keeps counted once per tensor, host launches against device time per unit, the schedule simulated.
+Unlike the integer program this reads the lowered program itself: conversions as they are shared, local types as they
+come out, what autograd keeps counted once per tensor, host launches against device time per unit, the schedule
+simulated.
 """
 
 from __future__ import annotations

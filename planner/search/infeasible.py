@@ -1,4 +1,5 @@
-"""Nothing fits -> an answer: which stage, how much is missing, what holds it, and the nearest change that fits, evaluated."""
+"""Nothing fits -> an answer: which stage, how much is missing, what holds it, and the nearest change that fits,
+evaluated."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Sets
     n      vertices: operations, parameters, inputs, buffers. Folded: a repeated block is there once.
-    o      choices of a vertex. A choice makes state p(o, i) of its output i, wants state r(o, j) at its operand j, costs c(o)
-           seconds and holds m(o) bytes. A state is how a value lies on the mesh (any hashable).
-    g      sharing groups: one value (vertex, output), its consumers k = (vertex, operand), weight w_g (how often a step).
+    o      choices of a vertex. A choice makes state p(o, i) of its output i, wants state r(o, j) at its operand j,
+           costs c(o) seconds and holds m(o) bytes. A state is how a value lies on the mesh (any hashable).
+    g      sharing groups: one value (vertex, output), its consumers k = (vertex, operand), weight w_g (times a step).
            C_g(p, r) is the price of converting p to r; a pair without a price is impossible.
 
 Variables
@@ -16,15 +16,16 @@ Variables
     s.t.  sum_o x[n,o] = 1                                          for each n
           sum_r e[g,k,p,r] = sum_{o: p(o,i) = p} x[prod(g),o]       for each g, k, p
           sum_p e[g,k,p,r] = sum_{o: r(o,j) = r} x[cons(k),o]       for each g, k, r
-          z[g,p,r] >= e[g,k,p,r]                                    for each g, k, p, r with C > 0; for one consumer z is e
+          z[g,p,r] >= e[g,k,p,r]                                    for each g, k, p, r, C > 0; one consumer: z = e
           sum_n,o m(o) x[n,o] <= M                                  only with a memory limit (exact mode)
 
-Columns of e are indexed by distinct states, not by pairs of choices. A z that is the largest e, not their sum, is what makes q, k and v
-after one all_gather cost one all_gather. A back edge of a repeated block is one more group; cycles are no problem.
+Columns of e are indexed by distinct states, not by pairs of choices. A z that is the largest e, not their sum, is what
+makes q, k and v after one all_gather cost one all_gather. A back edge of a repeated block is one more group; cycles
+are no problem.
 
-Before the solver sees it, choices are removed that no neighbour can serve (arc consistency), or that another choice with the
-same states beats. The LP relaxation is solved first; only a fractional answer goes to branch and bound. Ties are broken by a
-price far below any real one, for earlier choices and for fewer conversions.
+Before the solver sees it, choices are removed that no neighbour can serve (arc consistency), or that another choice
+with the same states beats. The LP relaxation is solved first; only a fractional answer goes to branch and bound. Ties
+are broken by a price far below any real one, for earlier choices and for fewer conversions.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _consistent(problem: Problem, seconds_per_byte: float, keep_memory: bool) ->
 
 
 def _revise(problem: Problem, group: Group, alive: list[list[int]]) -> list[int]:
-    """Drop choices of the producer and the consumers that no partner in the group can serve; the vertices that changed."""
+    """Drop choices of producer and consumers that no partner in the group can serve; the vertices that changed."""
     producer, output = group.producer
     pairs = group.prices.keys()
     made = {problem.choices[producer][k].outputs[output] for k in alive[producer]}
@@ -356,7 +357,7 @@ class _Model:
 
 
 def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> str:
-    """Solve with HiGHS, or with CBC where HiGHS is missing; one thread, silent, the same answer every time. The solver's name.
+    """Solve with HiGHS, or with CBC where that is missing; one thread, silent, repeatable. The solver's name.
 
     Raises:
         NoAssignment: infeasible, or no solution within the time limit.
@@ -375,7 +376,7 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
 
 @contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Keep the C library's stdout away from ours: HiGHS prints its name at the first run whatever its log options say."""
+    """Keep the C library's stdout away from ours: HiGHS prints its name at the first run, whatever its options say."""
     sys.stdout.flush()
     try:
         ours = os.dup(1)

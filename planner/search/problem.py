@@ -1,8 +1,8 @@
 """Folded graph + mesh axes -> the op-level integer program, and its answer back as placements.
 
-One vertex per node of every template (tied parameters share one), states are the pairs of a value on every axis of the mesh.
-Axes that are not free keep the labels they have, so the same code serves one axis after the other and all axes at once.
-What the axes force (docs/design.md, "Placements"):
+One vertex per node of every template (tied parameters share one), states are the pairs of a value on every axis of the
+mesh. Axes that are not free keep the labels they have, so the same code serves one axis after the other and all axes
+at once. What the axes force (docs/design.md, "Placements"):
 
 | | microbatch | dp | tp |
 |---|---|---|---|

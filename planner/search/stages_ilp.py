@@ -1,7 +1,9 @@
-"""Where to cut the units into pipeline stages: a small integer program over cut positions, and an exact search to check it.
+"""Where to cut the units into pipeline stages: a small integer program over cut positions, and an exact search to
+check it.
 
-Units 1..n are cut into S contiguous runs. P_k, W_k, A_k are sums over the first k units: seconds of one microbatch (both
-directions), bytes held throughout (state), bytes kept per microbatch in flight. f_s microbatches are in flight at stage s.
+Units 1..n are cut into S contiguous runs. P_k, W_k, A_k are sums over the first k units: seconds of one microbatch
+(both directions), bytes held throughout (state), bytes kept per microbatch in flight. f_s microbatches are in flight
+at stage s.
 
     c[s,k]        1 where stages 0..s hold the first k units together, s = 0..S-2 (binary); stage S-1 ends at n
     T             seconds of the slowest stage
@@ -12,8 +14,9 @@ directions), bytes held throughout (state), bytes kept per microbatch in flight.
           T >= sum_k P_k (c[s,k] - c[s-1,k])                  for each s
           sum_k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M       for each s
 
-With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step (messages). Prefix sums make all
-rows linear: no product of variables. `cut_by_search` solves the same problem by dynamic programming over (stage, units).
+With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step
+(messages). Prefix sums make all rows linear: no product of variables. `cut_by_search` solves the same problem by
+dynamic programming over (stage, units).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _SCALE = 1e6  # microseconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
-    """Units in order (without the prelude), seconds and bytes each; `cut_seconds[k]` is paid a step for a cut behind unit k."""
+    """Units in order (without the prelude), seconds and bytes each; `cut_seconds[k]`: a cut behind unit k, per step."""
 
     seconds: tuple[float, ...]
     held_bytes: tuple[float, ...]
@@ -53,7 +56,7 @@ class Cutting:
 
 
 def objective(cutting: Cutting, ends: Sequence[int]) -> float:
-    """The slowest stage's part plus the price of the cuts; infinite where a stage is empty or does not fit. `ends` has S - 1 positions."""
+    """The slowest stage's part plus the price of the cuts; infinite where a stage is empty or does not fit."""
     bounds = [0, *ends, len(cutting.seconds)]
     slowest = 0.0
     for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -134,7 +137,7 @@ def cut_by_search(cutting: Cutting) -> tuple[int, ...]:
     limits = sorted({time[b] - time[a] for a in range(units) for b in range(a + 1, units + 1)})
     best: tuple[float, tuple[int, ...]] = (inf, ())
     low, high = 0, len(limits) - 1
-    # Below the first feasible limit nothing fits; above, cuts may get cheaper while T grows: try until T alone is worse.
+    # Below the first feasible limit nothing fits; above, cuts may get cheaper while T grows: try till T alone is worse.
     while low < high:
         middle = (low + high) // 2
         if _cheapest(cutting, limits[middle]) is None:

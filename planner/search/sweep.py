@@ -1,8 +1,9 @@
 """All choices together: the best plan over meshes, microbatches, placements, cuts and policies.
 
-Candidates (mesh, microbatches) are taken in order of their lower bound and the sweep ends when the bound passes the best
-plan found. A candidate is solved by the op-level program, slowest axis first (dp, then tp), lowered, cut into stages, and
-priced exactly under each policy; placements are solved once for all pipelines and policies of the same (dp, microbatches, tp).
+Candidates (mesh, microbatches) are taken in order of their lower bound and the sweep ends when the bound passes the
+best plan found. A candidate is solved by the op-level program, slowest axis first (dp, then tp), lowered, cut into
+stages, and priced exactly under each policy; placements are solved once for all pipelines and policies of the same
+(dp, microbatches, tp).
 """
 
 from __future__ import annotations
