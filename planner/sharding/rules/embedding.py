@@ -17,14 +17,13 @@ def _flag(node: Node, position: int, name: str, default: object) -> object:
 
 def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     table, ids = operands
-    padding = _flag(node, 2, "padding_idx", -1)
     if _flag(node, 4, "sparse", False):
         return ()
     # Scaling by frequency counts the indices of the whole batch.
     counts_ids = bool(_flag(node, 3, "scale_grad_by_freq", False))
     dims = ["" if counts_ids else f"d{i}" for i in range(len(ids.shape))]
     found = factor_options([["", "f"], dims], [[*dims, "f"]], operands, node.outputs)
-    if padding != -1 or counts_ids or table.shape[0] < 2:
+    if counts_ids or table.shape[0] < 2:
         return found
     rows = Option(
         label="v", operands=(split(0), SUMMED_GRADIENT), outputs=(PARTIAL,), extent=table.shape[0], one_axis=True
@@ -38,7 +37,9 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
         return same_call(node, labels, outputs, sizes)
     if len(axes) > 1:
         raise ValueError(f"{node.name}: the rows of a table are split over one axis only, not over {', '.join(axes)}")
-    return Call(target="embedding_rows", args=(Operand(1), Operand(0), AxisRef(axes[0])))
+    padding = _flag(node, 2, "padding_idx", -1)
+    kwargs = () if padding == -1 else (("padding_idx", padding),)
+    return Call(target="embedding_rows", args=(Operand(1), Operand(0), AxisRef(axes[0])), kwargs=kwargs)
 
 
 def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:

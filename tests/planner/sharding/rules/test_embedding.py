@@ -13,7 +13,7 @@ TABLE, IDS = randn(8, 4), randint(8, 4, 8)
 def test_embedding_is_exact_on_every_option() -> None:
     cases = (
         case("aten.embedding.default", TABLE, IDS, labels=("d0", "d1", "f", "v")),
-        case("aten.embedding.default", TABLE, IDS, 3, labels=("d0", "d1", "f")),
+        case("aten.embedding.default", TABLE, IDS, 3, labels=("d0", "d1", "f", "v")),
         case("aten.embedding.default", TABLE, IDS, -1, True, labels=("f",)),
     )
     assert check(cases) > 50
