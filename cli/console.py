@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,7 @@ from ..planner.tables import Table
 
 # Width of a table where stdout is no terminal: a file or a pipe.
 _FILE_WIDTH = 140
+_LINE_SECONDS = 2.0
 # Of every --json answer but a plan's and a diff's, which have their own.
 SCHEMA_VERSION = 1
 
@@ -81,7 +83,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def progress(*, is_quiet: bool) -> Iterator[Progress]:
-    """A spinner with the last message where stderr is a terminal, else a line for each message."""
+    """A spinner with the last message where stderr is a terminal, else a line now and then."""
     if is_quiet:
         yield lambda message: None
     elif sys.stderr.isatty():
@@ -90,4 +92,17 @@ def progress(*, is_quiet: bool) -> Iterator[Progress]:
         with Console(file=sys.stderr).status("starting", spinner="line") as status:
             yield lambda message: status.update(message)
     else:
-        yield print_note
+        yield _SparseLines()
+
+
+class _SparseLines:
+    """Prints the first message, and then one whenever the last is some seconds old."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, message: str, /) -> None:
+        now = time.monotonic()
+        if now - self._last >= _LINE_SECONDS:
+            self._last = now
+            print_note(message)

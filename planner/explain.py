@@ -105,16 +105,21 @@ def memory_table(plan: Plan) -> Table:
 
 
 def communication_table(plan: Plan) -> Table:
-    """Collectives a step of each stage, by axis and operation."""
-    found: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    """Collectives a step, by axis and operation; neighbouring stages that do the same share a row."""
+    found: dict[int, dict[tuple[str, str], tuple[int, int]]] = defaultdict(dict)
     for use in plan.collectives:
-        entry = found[use.stage, use.axis, use.op]
-        entry[0] += use.count
-        entry[1] += use.count * use.num_bytes
-    rows = [
-        (str(stage), axis, op, str(count), format_bytes(size))
-        for (stage, axis, op), (count, size) in sorted(found.items())
-    ]
+        count, size = found[use.stage].get((use.axis, use.op), (0, 0))
+        found[use.stage][use.axis, use.op] = count + use.count, size + use.count * use.num_bytes
+    rows: list[tuple[str, ...]] = []
+    runs: list[tuple[int, int]] = []
+    for stage in sorted(found):
+        if runs and runs[-1][1] == stage - 1 and found[runs[-1][0]] == found[stage]:
+            runs[-1] = runs[-1][0], stage
+        else:
+            runs.append((stage, stage))
+    for first, last in runs:
+        for (axis, op), (count, size) in sorted(found[first].items()):
+            rows.append((f"{first}" if first == last else f"{first}-{last}", axis, op, str(count), format_bytes(size)))
     return Table(
         title="Collectives a step",
         columns=("stage", "axis", "operation", "count", "payload"),
@@ -162,8 +167,8 @@ def solver_line(plan: Plan) -> str:
     solver = plan.solver
     way = "jointly" if solver.exact else "axis by axis"
     return (
-        f"{solver.solver}: {solver.status}, at most {solver.gap_fraction:.1%} above the lower bound of "
-        f"{format_seconds(solver.bound_seconds)}; {solver.solved} of {solver.candidates} candidates solved {way}"
+        f"{solver.solver}: {solver.status}; no plan is faster than {format_seconds(solver.bound_seconds)}, a gap of "
+        f"{solver.gap_fraction:.1%}; {solver.solved} of {solver.candidates} candidates solved {way}"
     )
 
 
@@ -177,11 +182,12 @@ def _time_sentences(plan: Plan) -> tuple[str, ...]:
     if not parts or not plan.step_seconds:
         return ()
     name, seconds = max(sorted(parts.items()), key=lambda item: item[1])
-    found = [f"Most of the step is {name}: {seconds / plan.step_seconds:.0%}."]
-    if plan.mesh.get("pp", 1) > 1:
+    found = [f"The largest part of the step is {name}: {seconds / plan.step_seconds:.0%}."]
+    if "bubble" in parts:
+        count = "one microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
         found.append(
-            f"Stages are idle {plan.bubble_fraction:.0%} of the step; more microbatches than {plan.microbatches} would "
-            "shrink that, at the price of smaller operations."
+            f"The pipeline bubble takes {parts['bubble'] / plan.step_seconds:.0%} of the step with {count}; more of them "
+            "would shrink it, at the price of smaller operations."
         )
     return tuple(found)
 
@@ -197,7 +203,7 @@ def _memory_sentences(plan: Plan) -> tuple[str, ...]:
         default=("", 0),
     )
     what = f", {size / max(stage.total_bytes, 1):.0%} of it {name}" if name else ""
-    binding = "Memory binds" if fraction > 0.9 else "Memory does not bind"
+    binding = "Memory nearly binds" if fraction > 0.9 else "Memory does not bind"
     return (
         f"{binding}: stage {index} needs {format_bytes(stage.total_bytes)} of "
         f"{format_bytes(plan.memory_capacity_bytes)}{what}.",

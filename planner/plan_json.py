@@ -114,19 +114,20 @@ def _data(value: object) -> Json:
     return value
 
 
-def _dump(value: Json, indent: str) -> str:
-    """Indented JSON whose flat containers stay on one line where they fit."""
+def _dump(value: Json, indent: str, before: int = 0) -> str:
+    """Indented JSON whose flat containers stay on one line where they fit, after `before` characters of a key."""
     if not isinstance(value, (dict, list)) or not value:
         return json.dumps(value, ensure_ascii=True)
     items = list(value.values()) if isinstance(value, dict) else value
     is_flat = not any(isinstance(item, (dict, list)) and item for item in items)
     if is_flat and indent:
         line = json.dumps(value, ensure_ascii=True)
-        if len(line) + len(indent) + 40 <= LINE_WIDTH:  # 40: room for the key before it
+        if len(indent) + before + len(line) < LINE_WIDTH:  # one for the comma
             return line
     deeper = indent + "  "
     if isinstance(value, dict):
-        lines = [f"{deeper}{json.dumps(key)}: {_dump(item, deeper)}" for key, item in value.items()]
+        keys = {key: f"{json.dumps(key)}: " for key in value}
+        lines = [f"{deeper}{keys[key]}{_dump(item, deeper, len(keys[key]))}" for key, item in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     return "[\n" + ",\n".join(deeper + _dump(item, deeper) for item in value) + f"\n{indent}]"
 

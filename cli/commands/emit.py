@@ -24,10 +24,10 @@ def emit(
     """
     plan = read_plan(plan_file)
     folder = out or plan_file.parent
-    from ...compiler.package import check_target, emit_package
+    from ...compiler.package import check_folder, emit_package
     from ...planner.replay import graph_of
 
-    check_target(folder, force=is_forced)
+    check_folder(folder, force=is_forced)
     with progress(is_quiet=is_quiet) as report:
         report(f"capturing {plan.model.path}")
         graph = graph_of(plan)

@@ -143,9 +143,9 @@ def _plan_and_write(
     from ...planner.driver import make_plan
 
     if folder is not None:
-        from ...compiler.package import check_target, emit_package
+        from ...compiler.package import check_folder, emit_package
 
-        check_target(folder, force=is_forced)  # before minutes of search, not after
+        check_folder(folder, force=is_forced)  # before minutes of search, not after
     planned = make_plan(request, report)
     if folder is None:
         return planned.plan, ()

@@ -69,11 +69,11 @@ def test_explain(run: Run, write_plan: Write, example_plan: Plan) -> None:
     for text in (
         "wte h.{0..3}",
         "8 GiB (10%)",
-        "Most of the step is compute: 67%.",
-        "Stages are idle 20% of the step",
+        "The largest part of the step is compute: 67%.",
+        "The pipeline bubble takes 20% of the step with 4 microbatches",
         "dp=8 (dp only) is predicted 20.0% slower",
         "tp=8 (tp only) does not fit: it needs 90 GiB, 10 GiB too much.",
-        "within gap, at most 7.0% above the lower bound of 140 ms; 3 of 40 candidates",
+        "within gap; no plan is faster than 140 ms, a gap of 7.0%; 3 of 40 candidates",
         "1.20x",
     ):
         assert text in found.out
