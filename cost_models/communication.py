@@ -90,11 +90,12 @@ def _ring_volume(op: str, size: int) -> float:
 def _inside_node(op: str, num_bytes: float, group: Group, link: Link) -> float:
     if op == "send":
         return link.latency_seconds + num_bytes / link.send_bytes_per_second
+    moving = _ring_volume(op, group.size) * num_bytes / link.bus(group.size)
+    if op == "all_reduce" and link.all_reduce_bytes_per_second is not None:
+        moving = min(moving, num_bytes / link.all_reduce_bytes_per_second)
+    # Small messages go by a protocol that starts at once and runs at half the bandwidth.
     latency = link.latency_seconds + group.size * link.latency_per_rank_seconds
-    bandwidth = link.bus(group.size)
-    if op == "all_reduce" and link.all_reduce_bytes_per_second is not None and group.size > 2:
-        bandwidth = max(bandwidth, link.all_reduce_bytes_per_second)
-    return latency + _ring_volume(op, group.size) * num_bytes / bandwidth
+    return latency + min(2 * moving, link.ramp_seconds + moving)
 
 
 def _across_nodes(op: str, num_bytes: float, group: Group, link: Link, network: Network) -> float:

@@ -4,6 +4,7 @@ A product of (m, k) by (k, n) is cut into tiles that fill the device in waves:
 
     t = t0 + min over tiles (tm, tn) and split-k sk of
         ceil(batch * ceil(m/tm) * ceil(n/tn) * sk / SM) * (k/sk + k0) * 2 tm tn SM / (peak * R * e(tm, tn) * s)
+        + (t0/2 to add the parts, if sk > 1)
     e = 1 - 100 te (1/sqrt(tm tn) - 1/sqrt(256*128))
 
 with R, t0, k0, te from the device's file (`GemmCurve`) and s its sustained fraction. Fused attention of n keys runs at
@@ -56,7 +57,15 @@ def _rate_and_item_bytes(dtype: str, stack: Stack, gpu: Gpu) -> tuple[str, int]:
 
 @lru_cache(maxsize=1 << 16)
 def _tiled_seconds(
-    m: int, n: int, k: int, batch: int, sm_count: int, rate: float, k_overhead: float, tile_penalty: float
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    sm_count: int,
+    rate: float,
+    k_overhead: float,
+    tile_penalty: float,
+    adding_seconds: float,
 ) -> float:
     best = float("inf")
     for tm, tn in _TILES:
@@ -64,7 +73,8 @@ def _tiled_seconds(
         tiles = batch * ceil(m / tm) * ceil(n / tn)
         tile_seconds = FLOPS_PER_MULTIPLY_ADD * tm * tn * sm_count / (rate * efficiency)
         for split in _SPLITS:
-            best = min(best, ceil(tiles * split / sm_count) * (k / split + k_overhead) * tile_seconds)
+            adding = adding_seconds if split > 1 else 0.0
+            best = min(best, ceil(tiles * split / sm_count) * (k / split + k_overhead) * tile_seconds + adding)
             if tiles >= 4 * sm_count:
                 break  # splitting k only helps while the device is not full
     return best
@@ -90,6 +100,7 @@ def gemm_seconds(gemm: Gemm, gpu: Gpu, *, dtype: str, stack: Stack = EAGER) -> f
         rate * curve.rate_fraction * gpu.sustained_fraction,
         curve.k_overhead,
         curve.tile_penalty,
+        curve.start_seconds / 2,
     )
     if rate > gpu.rate("float32") and (
         gemm.n * item_bytes % _ALIGNMENT_BYTES or gemm.k * item_bytes % _ALIGNMENT_BYTES

@@ -19,9 +19,9 @@ class Link:
 
     `bytes_per_second` is the bus bandwidth of a large ring collective over the whole node, per rank and direction;
     `by_ranks` has it for smaller groups (ranks -> bytes/s) where topology makes it differ.
-    `all_reduce_bytes_per_second` is the bus bandwidth of all_reduce where the switch adds in the network (NVLS):
-    nothing else gains from it.
-    A collective over n ranks starts in `latency_seconds + n * latency_per_rank_seconds`.
+    `all_reduce_bytes_per_second` is what all_reduce reaches where the switch itself adds (NVLS), in bytes of the tensor
+    and whatever the number of ranks; nothing else gains from it. A collective over n ranks starts in
+    `latency_seconds + n * latency_per_rank_seconds`; large ones need `ramp_seconds` more to fill their pipeline.
     """
 
     kind: str  # one of INTRA_KINDS
@@ -29,6 +29,7 @@ class Link:
     send_bytes_per_second: float
     latency_seconds: float
     latency_per_rank_seconds: float
+    ramp_seconds: float
     by_ranks: tuple[tuple[int, float], ...] = ()
     all_reduce_bytes_per_second: float | None = None
 
@@ -102,7 +103,7 @@ class Cluster:
 def parse_link(table: Table, gpus_per_node: int) -> Link:
     table.check_keys(
         ("kind", "bus_gb_per_second", "bus_gb_per_second_by_ranks", "all_reduce_gb_per_second", "send_gb_per_second")
-        + ("latency_microseconds", "latency_per_rank_microseconds")
+        + ("latency_microseconds", "latency_per_rank_microseconds", "ramp_microseconds")
     )
     kind = table.text("kind")
     if kind not in INTRA_KINDS:
@@ -124,6 +125,7 @@ def parse_link(table: Table, gpus_per_node: int) -> Link:
         send_bytes_per_second=table.number("send_gb_per_second") * GB,
         latency_seconds=table.number("latency_microseconds", is_low_ok=True) * MICROSECOND,
         latency_per_rank_seconds=table.number("latency_per_rank_microseconds", is_low_ok=True) * MICROSECOND,
+        ramp_seconds=table.number("ramp_microseconds", is_low_ok=True) * MICROSECOND,
         by_ranks=by_ranks,
         all_reduce_bytes_per_second=(
             table.number("all_reduce_gb_per_second") * GB if table.has("all_reduce_gb_per_second") else None

@@ -42,6 +42,7 @@ bus_gb_per_second_by_ranks = { value = [10, 15, 20], source = "test" }
 send_gb_per_second = { value = 20, source = "test" }
 latency_microseconds = { value = 10, source = "test" }
 latency_per_rank_microseconds = { value = 1, source = "test" }
+ramp_microseconds = { value = 5, source = "test" }
 [inter_node]
 nics_per_node = { value = 2, source = "test" }
 nic_gbit_per_second = { value = 100, source = "test" }
