@@ -1,0 +1,135 @@
+"""Parameters and buffers as code: containers under the user's FQNs, and the expression that reads each one."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ....planner.sharding.placement import SUMMED_GRADIENT, Layout
+from ...lower import HeldTensor
+from ...source import Expr, comment, layout, literal, quote
+
+DEFAULT_DTYPE = "float32"  # written without a dtype: it follows torch.get_default_dtype()
+
+
+def is_plain(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def access(path: str) -> str:
+    """The expression of a submodule or tensor under `self`: `self.h["3"].ln_1.weight`."""
+    text = "self"
+    for part in path.split("."):
+        text = f"{text}.{part}" if is_plain(part) else f"{text}[{quote(part)}]"
+    return text
+
+
+@dataclass(slots=True)
+class Tree:
+    """Modules by name. A leaf is the source that creates a tensor or a block; `range` blocks are built by a comprehension."""
+
+    children: dict[str, Tree | str] = field(default_factory=dict)
+
+    def put(self, path: Sequence[str], leaf: str) -> None:
+        *parents, last = path
+        node = self
+        for name in parents:
+            child = node.children.setdefault(name, Tree())
+            if isinstance(child, str):
+                raise ValueError(f"{'.'.join(path)} lies inside a block")
+            node = child
+        node.children[last] = leaf
+
+
+def container(tree: Tree) -> str:
+    """The source of one module with everything below it."""
+    children = {name: child if isinstance(child, str) else container(child) for name, child in tree.children.items()}
+    if children and all(not is_plain(name) and not is_tensor(text) for name, text in children.items()):
+        ranged = _comprehension(children)
+        if ranged is not None:
+            return ranged
+        return f"nn.ModuleDict({{{', '.join(f'{quote(name)}: {text}' for name, text in children.items())}}})"
+    named = [f"{name}={text}" if is_plain(name) else f"**{{{quote(name)}: {text}}}" for name, text in children.items()]
+    return f"Weights({', '.join(named)})"
+
+
+def _comprehension(children: Mapping[str, str]) -> str | None:
+    """`nn.ModuleDict({str(i): Block(mesh) for i in range(4, 8)})` where all children are alike and numbered in a row."""
+    names = list(children)
+    if len(names) < 2 or not all(name.isdecimal() and str(int(name)) == name for name in names):
+        return None
+    first, last = int(names[0]), int(names[-1])
+    if [int(name) for name in names] != list(range(first, last + 1)):
+        return None
+    texts = {text.replace(f"number={unit_number(text)}", "number=i") for text in children.values()}
+    if len(texts) != 1:
+        return None
+    (text,) = texts
+    offset = unit_number(next(iter(children.values()))) - first
+    if any(unit_number(child) - int(name) != offset for name, child in children.items()):
+        return None
+    shifted = text.replace("number=i", f"number=i + {offset}" if offset else "number=i")
+    span = f"{last + 1}" if first == 0 else f"{first}, {last + 1}"
+    return f"nn.ModuleDict({{str(i): {shifted} for i in range({span})}})"
+
+
+def unit_number(text: str) -> int:
+    """The `number=` argument of a block's constructor; 0 where it has none, so that all agree with their names' offsets."""
+    _, found, rest = text.partition("number=")
+    return int(rest.rstrip(")")) if found else 0
+
+
+def assignments(tree: Tree, indent: str) -> Iterator[str]:
+    """Lines `self.name = ...` of a constructor; `self["0"] = ...` for a name that is no identifier."""
+    for name, child in tree.children.items():
+        text = child if isinstance(child, str) else container(child)
+        yield from layout(f"{access(name)} = {text}", indent)
+
+
+def base_class(tree: Tree) -> str:
+    """A class with members such as "0" is indexed by their names."""
+    return "nn.Module" if all(is_plain(name) for name in tree.children) else "Weights"
+
+
+def is_tensor(text: str) -> bool:
+    return text.startswith(("parameter(", "nn.Buffer("))
+
+
+def creation(tensor: HeldTensor, *, tp: bool) -> str:
+    """The source that makes the tensor, not yet filled."""
+    dtype = "" if tensor.type.dtype == DEFAULT_DTYPE else f"dtype=torch.{tensor.type.dtype}"
+    sizes = ", ".join(map(str, tensor.shape))
+    if tensor.is_buffer:
+        arguments = [literal(tensor.shape), *([dtype] if dtype else [])]
+        more = "" if tensor.persistent else ", persistent=False"
+        return f"nn.Buffer(torch.empty({', '.join(arguments)}){more})"
+    parts = [sizes] if sizes else []
+    if tp:
+        placement = "Replicate()" if tensor.shard_dim is None else f"Shard({tensor.shard_dim})"
+        parts = ["mesh", placement, *parts]
+    parts += [dtype] if dtype else []
+    parts += [] if tensor.type.requires_grad else ["requires_grad=False"]
+    return f"parameter({', '.join(parts)})"
+
+
+def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str, str], summed: Sequence[str]) -> Expr:
+    """The expression of a tensor's local part, laid out as a unit wants it.
+
+    `summed`: axes over which its gradients are added at the end of the step; a use whose gradient is already whole there
+    keeps it on the first rank.
+    """
+    text = access(path)
+    if not tensor.is_buffer and "tp" in handles:
+        text = f"local({text})"
+    if tensor.fused_dim is not None:
+        text = f"{text}.flatten({tensor.fused_dim}, {tensor.fused_dim + 1})"
+    if tensor.type.requires_grad:
+        for axis in summed:
+            if wanted.get(axis) != SUMMED_GRADIENT:
+                text = f"keep_gradient_on_first({text}, {handles[axis]})"
+    return Expr(text, weight=0)
+
+
+def described(tensor: HeldTensor) -> str:
+    return comment(f"{tensor.fqn}: {tensor.pair}")

@@ -1,0 +1,93 @@
+"""The emitted package: all its files as text, and how they reach a folder without harm to what is there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from ..planner.capture.graph import ModelGraph
+from ..planner.driver import program_of
+from ..planner.errors import AutoparError
+from ..planner.plan import Plan
+from ..planner.plan_json import plan_to_json
+from .exporters.pytorch import Options, Provenance, render_files
+from .launchers.torchrun import render_training
+from .lower import lower
+
+EXECUTABLE = ("launch.sh",)
+
+
+def render_package(plan: Plan, graph: ModelGraph) -> dict[str, str]:
+    """File name -> text of everything that a plan is emitted as.
+
+    Raises:
+        AutoparError: the plan does not fit the model, or holds something that cannot be written.
+    """
+    model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
+    options = Options(zero=plan.zero, activation_checkpoint=plan.activation_checkpoint, schedule=plan.schedule)
+    source = f"{Path(plan.model.path).name}:{plan.model.name}"
+    provenance = Provenance(version=plan.autopar_version, source=source, plan=plan.fingerprint[:12])
+    return {
+        "plan.json": plan_to_json(plan),
+        **render_files(model, options, provenance),
+        **render_training(plan, graph),
+    }
+
+
+def emit_package(plan: Plan, graph: ModelGraph, out: Path, *, force: bool) -> tuple[Path, ...]:
+    """Write the package into `out`, all files or none, and return their paths.
+
+    Raises:
+        AutoparError: `out` is a file, holds files and `force` is off, or cannot be written.
+    """
+    return write_files(render_package(plan, graph), out, force=force)
+
+
+def write_files(files: dict[str, str], out: Path, *, force: bool) -> tuple[Path, ...]:
+    """Write all files into a folder or none. With `force` files of the same names are replaced, others are left alone.
+
+    Raises:
+        AutoparError: as `emit_package`.
+    """
+    check_folder(out, force=force)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".autopar-", dir=out) as folder:
+            for name, text in sorted(files.items()):
+                path = Path(folder, name)
+                path.write_text(text, encoding="utf-8", newline="\n")
+                path.chmod(0o755 if name in EXECUTABLE else 0o644)
+            # Everything is on the disk: only renames are left, which need no space.
+            for name in sorted(files):
+                os.replace(Path(folder, name), out / name)
+    except OSError as error:
+        raise AutoparError(
+            f"cannot write to {out}: {error.strerror or error}", fix="choose another folder with --out"
+        ) from error
+    return tuple(out / name for name in sorted(files))
+
+
+def check_folder(out: Path, *, force: bool) -> None:
+    """Refuse a folder that cannot take the package, before any work is done.
+
+    Raises:
+        AutoparError: as `emit_package`.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise AutoparError(f"{out} is a file", fix="choose a folder with --out")
+    try:
+        there = sorted(path.name for path in out.iterdir())
+    except OSError as error:
+        raise AutoparError(f"cannot read {out}: {error.strerror}", fix="choose another folder with --out") from error
+    if there and not force:
+        shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
+        raise AutoparError(
+            f"{out} is not empty: {shown}",
+            fix="choose another folder with --out, or replace the files that autopar writes with --force",
+        )
+
+
+__all__ = ["check_folder", "emit_package", "render_package", "write_files"]
