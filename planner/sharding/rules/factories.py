@@ -1,0 +1,69 @@
+"""Tensors made from nothing: never split; those made like another tensor follow its splits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ....cost_models.work import Pass, Work
+from ...capture.graph import Node
+from .arguments import with_argument
+from .factors import factor_options, numbered_dims, saves_nothing
+from .registry import Call, Labels, LocalTypes, OpRule, Option, register
+
+
+def _none(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    return ()
+
+
+def _like(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    names = numbered_dims(node.output.shape)
+    return factor_options([names], [names], operands, node.outputs)
+
+
+def _written_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
+    return Work(forward=Pass(bytes=outputs[0].num_bytes, kernels=1), dtype=outputs[0].dtype)
+
+
+def _sized(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    """new_zeros and its kin: the operand gives only dtype and device, every output dim is a factor."""
+    names = numbered_dims(node.output.shape)
+    return factor_options([[""] * len(operands[0].shape)], [names], operands, node.outputs)
+
+
+def _localise_sized(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
+    return with_argument(node, 1, "size", outputs[0].shape)
+
+
+register(
+    OpRule(
+        ops=(
+            "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.linspace.default",
+            "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.eye.default", "aten.eye.m",
+            "aten.scalar_tensor.default", "aten.tensor.default", "aten.empty.memory_format",
+        ),
+        options=_none,
+        work=_written_work,
+        saved=saves_nothing,
+    )
+)  # fmt: skip
+register(
+    OpRule(
+        ops=(
+            "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default",
+        ),
+        options=_like,
+        work=_written_work,
+        saved=saves_nothing,
+    )
+)  # fmt: skip
+register(
+    OpRule(
+        ops=(
+            "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default", "aten.new_empty.default",
+        ),
+        options=_sized,
+        work=_written_work,
+        saved=saves_nothing,
+        localise=_localise_sized,
+    )
+)  # fmt: skip
