@@ -1,0 +1,396 @@
+"""An exported FX graph -> the canonical flat graph: functional, one spelling per operation, regions inlined."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import UnsupportedModel
+from .builder import Builder
+from .cells import Cell, read_all
+from .flat import FlatGraph, ModuleCall
+from .graph import Arg, Kind, ModelInput, Ref, TensorType, refs_of
+from .rewrites import REWRITES, positive, slice_bounds, symbols
+
+MAX_CONSTANT_ELEMENTS = 1 << 16
+# Names of arguments that hold dims of the first tensor argument.
+_DIM_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "dim2", "dimension", "axis")
+_NEW_DIM_OPS = ("unsqueeze", "stack")
+_PREFIX = "model."  # the user's module inside the training step
+# Operations that write their buffers as a known side effect; the rules know it.
+_UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A placeholder of the exported graph. `constant`: nested tuples, for a small lifted tensor."""
+
+    kind: Kind
+    name: str  # FQN of a parameter or buffer, else the name of the input or constant
+    constant: object = None
+
+
+def tensor_type(value: torch.Tensor) -> TensorType:
+    """Type of a (fake) tensor.
+
+    Raises:
+        UnsupportedModel: a size depends on the values of a tensor.
+    """
+    try:
+        shape = tuple(int(size) for size in value.shape)
+    except Exception as error:
+        raise UnsupportedModel(f"a size depends on the values of a tensor: {list(value.shape)}") from error
+    return TensorType(shape=shape, dtype=str(value.dtype).removeprefix("torch."))
+
+
+@dataclass(slots=True)
+class Translator:
+    """Walks the graph and its regions. `locate` turns a stack trace into "file:line in function: code"."""
+
+    locate: Callable[[str], str]
+    builder: Builder = field(default_factory=Builder)
+    inputs: list[ModelInput] = field(default_factory=list)
+    autocast: bool = False
+    _env: dict[fx.Node, Any] = field(default_factory=dict)
+    _storages: dict[int, Cell] = field(default_factory=dict)
+    _tensors: dict[str, Cell] = field(default_factory=dict)
+
+    def translate(
+        self, module: fx.GraphModule, leaves: Mapping[str, Leaf], batch_dims: Mapping[str, int | None], trains: set[str]
+    ) -> FlatGraph:
+        """Translate the top graph; `trains` are the FQNs of parameters with a gradient."""
+        cells: list[tuple[Leaf, Cell, Ref]] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                leaf = leaves[node.name]
+                cell = self._env[node] = self._leaf(node, leaf, batch_dims, leaf.name in trains)
+                cells.append((leaf, cell, cell.value))
+        (output,) = self._walk(module)
+        updates = {}
+        for leaf, cell, first in cells:
+            if leaf.kind is Kind.PARAMETER and cell.version:
+                raise UnsupportedModel(
+                    f"the forward writes to parameter {leaf.name}",
+                    fix="update parameters in the optimizer, or make it a buffer",
+                )
+            if leaf.kind is Kind.BUFFER and cell.read() != first:
+                updates[leaf.name] = cell.read()
+        return FlatGraph(
+            nodes=tuple(self.builder.nodes), inputs=tuple(self.inputs), loss=output.read(), buffer_updates=updates
+        )
+
+    def _leaf(self, node: fx.Node, leaf: Leaf, batch_dims: Mapping[str, int | None], trains: bool) -> Cell:
+        is_tensor = leaf.kind in (Kind.PARAMETER, Kind.BUFFER)
+        if is_tensor and leaf.name in self._tensors:  # tied
+            return self._tensors[leaf.name]
+        value = tensor_type(node.meta["val"])
+        if leaf.kind is Kind.PARAMETER:
+            value = TensorType(shape=value.shape, dtype=value.dtype, requires_grad=trains)
+        if leaf.kind is Kind.INPUT:
+            self.inputs.append(ModelInput(name=leaf.name, type=value, batch_dim=batch_dims.get(leaf.name)))
+        ref = self.builder.leaf(leaf.kind, leaf.name, value, fqn=leaf.name if is_tensor else "", constant=leaf.constant)
+        cell = self._cell(ref, node.meta["val"], owner=leaf.name)
+        if is_tensor:
+            self._tensors[leaf.name] = cell
+        return cell
+
+    def _cell(self, ref: Ref, value: torch.Tensor, owner: str = "") -> Cell:
+        cell = Cell(ref, owner=owner)
+        self._storages.setdefault(_storage(value), cell)
+        return cell
+
+    def _walk(self, module: fx.GraphModule) -> tuple[Cell, ...]:
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return tuple(self._value(item) for item in _flat(node.args[0]))
+            if node.op == "call_function":
+                self._visit(module, node)
+        raise UnsupportedModel("the exported graph has no output")
+
+    def _value(self, arg: Any) -> Any:
+        """An FX argument with nodes replaced by cells."""
+        if isinstance(arg, fx.Node):
+            return self._env[arg]
+        if isinstance(arg, list | tuple):
+            return tuple(self._value(item) for item in arg)
+        return arg
+
+    def _visit(self, module: fx.GraphModule, node: fx.Node) -> None:
+        self.builder.calls = _calls(node)
+        self.builder.source = self.locate(node.meta.get("stack_trace") or "")
+        if node.target is operator.getitem:
+            self._env[node] = self._value(node.args[0])[node.args[1]]
+        elif isinstance(node.target, torch._ops.OpOverload):
+            self._operation(node, node.target)
+        elif getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
+            enabled, region, *args = node.args
+            before, self.builder.grad_enabled = self.builder.grad_enabled, bool(enabled)
+            self._env[node] = self._region(module, region, args)
+            self.builder.grad_enabled = before
+        elif getattr(node.target, "__name__", "") == "wrap_with_autocast":
+            _, _, enabled, _, region, *args = node.args
+            before, self.autocast = self.autocast, bool(enabled)
+            self._env[node] = self._region(module, region, args)
+            self.autocast = before
+        else:
+            raise UnsupportedModel(
+                f"cannot plan {getattr(node.target, '__name__', node.target)}",
+                where=self.builder.source,
+                fix="write this part with plain tensor operations",
+            )
+
+    def _region(self, module: fx.GraphModule, region: Any, args: Sequence[Any]) -> tuple[Cell, ...]:
+        inner = getattr(module, region.target)
+        places = [node for node in inner.graph.nodes if node.op == "placeholder"]
+        for place, arg in zip(places, args, strict=True):
+            self._env[place] = self._value(arg)
+        return self._walk(inner)
+
+    # Operations
+
+    def _operation(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        op = str(target)
+        values = node.meta.get("val")
+        results = list(values) if isinstance(values, list | tuple) else [values]
+        if not all(isinstance(value, torch.Tensor) for value in results):
+            if _is_effectless(target) or all(value is None for value in results):
+                return
+            raise UnsupportedModel(
+                f"{op} reads a tensor's value",
+                where=self.builder.source,
+                fix="keep sizes and branches independent of tensor values",
+            )
+        out = tuple(tensor_type(value) for value in results)
+        bound = self._bound(target, node.args, node.kwargs)
+        written = _written_argument(target) if op not in _UPDATES_STATISTICS else None
+        if written is not None:
+            self._in_place(node, target, written, bound, out)
+            return
+        refs = self._emit(target, {name: read_all(value) for name, value in bound.items()}, out)
+        cells = tuple(
+            self._view_or_new(target, bound, ref, value, index, out)
+            for index, (ref, value) in enumerate(zip(refs, results, strict=True))
+        )
+        self._env[node] = cells if isinstance(values, list | tuple) else cells[0]
+
+    def _bound(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)}
+        given.update(kwargs)
+        return {name: self._value(value) for name, value in given.items()}
+
+    def _emit(
+        self, target: torch._ops.OpOverload, bound: dict[str, Any], out: tuple[TensorType, ...]
+    ) -> tuple[Ref, ...]:
+        """Append the operation in canonical form; `bound` holds the given arguments by name."""
+        op = str(target)
+        arguments = target._schema.arguments
+        if self.autocast:
+            bound = self._autocast(bound, out)
+        full = {a.name: bound.get(a.name, a.default_value) for a in arguments}
+        rewrite = REWRITES.get(op)
+        if rewrite is not None and (found := rewrite(self.builder, full, out)) is not None:
+            return found
+        bound = self._positive_dims(target, bound)
+        try:
+            positional, keywords = _split_arguments(target, bound)
+        except TypeError as error:
+            raise UnsupportedModel(f"{op}: {error}", where=self.builder.source) from error
+        return self.builder.outputs(self.builder.op(op, positional, out, keywords))
+
+    def _autocast(self, bound: dict[str, Any], out: tuple[TensorType, ...]) -> dict[str, Any]:
+        """Write out the casts of an autocast region: where the result's dtype is not what the operands promote to."""
+        floats = [ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)]
+        if not floats or not _is_float(out[0].dtype):
+            return bound
+        promoted = torch.float16
+        for index, ref in enumerate(floats):
+            dtype = getattr(torch, self.builder.type_of(ref).dtype)
+            promoted = dtype if index == 0 else torch.promote_types(promoted, dtype)
+        if str(promoted).removeprefix("torch.") == out[0].dtype:
+            return bound
+
+        def cast(arg: Any) -> Any:
+            if isinstance(arg, tuple):
+                return tuple(cast(item) for item in arg)
+            return self.builder.cast(arg, out[0].dtype) if arg in floats else arg
+
+        return {name: cast(value) for name, value in bound.items()}
+
+    def _positive_dims(self, target: torch._ops.OpOverload, bound: dict[str, Any]) -> dict[str, Any]:
+        first = next(iter(refs_of(tuple(bound.values()))), None)
+        if first is None:
+            return bound
+        rank = len(self.builder.shape(first)) + (target._opname in _NEW_DIM_OPS)
+
+        def fix(value: Any) -> Any:
+            if isinstance(value, bool) or not isinstance(value, int | tuple):
+                return value
+            return positive(value, rank) if isinstance(value, int) else tuple(fix(item) for item in value)
+
+        return {name: fix(value) if name in _DIM_ARGUMENTS else value for name, value in bound.items()}
+
+    def _in_place(
+        self,
+        node: fx.Node,
+        target: torch._ops.OpOverload,
+        written: str,
+        bound: dict[str, Any],
+        out: tuple[TensorType, ...],
+    ) -> None:
+        cell = bound[written]
+        if target._opname == "detach_":
+            if self.builder.type_of(cell.read()).requires_grad:
+                cell.write(self.builder.op("aten.detach.default", (cell.read(),), out))
+            self._env[node] = cell
+            return
+        operands = {name: read_all(value) for name, value in bound.items()}
+        new = self._functional(target, operands, self.builder.type_of(operands[written]))
+        cell.write(new)
+        self._env[node] = cell
+
+    def _functional(self, target: torch._ops.OpOverload, operands: dict[str, Any], out: TensorType) -> Ref:
+        name = target._opname.removesuffix("_")
+        if name == "copy":
+            return self.builder.expand(self.builder.cast(operands["src"], out.dtype), out.shape)
+        if name == "zero":
+            return self.builder.op("aten.zeros_like.default", (operands["self"],), out)
+        if name == "fill" and not isinstance(operands["value"], Ref):
+            return self.builder.op("aten.full_like.default", (operands["self"], operands["value"]), out)
+        packet = getattr(torch.ops.aten, name, None)
+        overload = getattr(packet, target._overloadname, None) if packet is not None else None
+        if overload is None or not target._opname.endswith("_") or target.namespace != "aten":
+            raise UnsupportedModel(
+                f"{target} writes in place and has no functional form", where=self.builder.source,
+                fix="write it out of place",
+            )  # fmt: skip
+        return self.builder.cast(self._emit(overload, operands, (out,))[0], out.dtype)
+
+    # Views
+
+    def _view_or_new(
+        self,
+        target: torch._ops.OpOverload,
+        bound: dict[str, Any],
+        ref: Ref,
+        value: torch.Tensor,
+        index: int,
+        out: tuple[TensorType, ...],
+    ) -> Cell:
+        key, source = next(((name, arg) for name, arg in bound.items() if isinstance(arg, Cell)), ("", None))
+        first = self._storages.get(_storage(value))
+        if source is None or first is None or source.root is not first.root:
+            return self._cell(ref, value)
+        if ref == source.read():
+            return Cell(ref, base=source, view=_same, unview=_replaced, seen_version=source.version)
+        arguments = {name: arg for name, arg in bound.items() if name != key}
+        where = self.builder.source
+
+        def view(base: Ref) -> Ref:
+            operands = {key: base, **{name: read_all(arg) for name, arg in arguments.items()}}
+            return self._emit(target, operands, out)[index]
+
+        def unview(base: Ref, new: Ref) -> Ref:
+            return self._unview(target, base, new, arguments, index, where)
+
+        return Cell(ref, base=source, view=view, unview=unview, seen_version=source.version)
+
+    def _unview(
+        self, target: torch._ops.OpOverload, base: Ref, new: Ref, arguments: dict[str, Any], index: int, where: str
+    ) -> Ref:
+        """The base with `new` in the place of the view."""
+        b, whole = self.builder, self.builder.type_of(base)
+        rank, name = len(whole.shape), target._opname
+        defaults = {a.name: arguments.get(a.name, a.default_value) for a in target._schema.arguments}
+        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"):
+            return b.reshape(new, whole.shape)
+        if name in ("transpose", "t", "mT", "numpy_T", "swapaxes", "swapdims"):
+            args = defaults if name == "transpose" else {"dim0": rank - 2, "dim1": rank - 1}
+            return b.op("aten.transpose.int", (new, positive(args["dim0"], rank), positive(args["dim1"], rank)), whole)
+        if name == "permute":
+            order = [positive(dim, rank) for dim in defaults["dims"]]
+            return b.op("aten.permute.default", (new, tuple(order.index(dim) for dim in range(rank))), whole)
+        if name in ("select", "unbind"):
+            dim = positive(defaults["dim"], rank)
+            at = index if name == "unbind" else positive(defaults["index"], whole.shape[dim])
+            return b.op("aten.select_scatter.default", (base, new, dim, at), whole)
+        if name == "slice":
+            dim = positive(defaults["dim"], rank)
+            start, end = slice_bounds(defaults["start"], defaults["end"], whole.shape[dim])
+            return b.op("aten.slice_scatter.default", (base, new, dim, start, end, defaults["step"]), whole)
+        raise UnsupportedModel(
+            f"an in-place operation writes through {target}", where=where, fix="write it out of place"
+        )
+
+
+def _same(base: Ref) -> Ref:
+    return base
+
+
+def _replaced(base: Ref, new: Ref) -> Ref:
+    return new
+
+
+def _flat(arg: Any) -> tuple[Any, ...]:
+    return tuple(arg) if isinstance(arg, list | tuple) else (arg,)
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _is_effectless(target: torch._ops.OpOverload) -> bool:
+    return target._opname.startswith(("_assert", "sym_constrain"))
+
+
+def _written_argument(target: torch._ops.OpOverload) -> str | None:
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return argument.name
+    return None
+
+
+def _split_arguments(
+    target: torch._ops.OpOverload, bound: Mapping[str, Any]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """Positional arguments as far as given, then keyword-only ones that differ from their default."""
+    positional: list[Arg] = []
+    waiting: list[Arg] = []
+    keywords: list[tuple[str, Arg]] = []
+    for argument in target._schema.arguments:
+        given = argument.name in bound
+        value = symbols(bound[argument.name] if given else argument.default_value)
+        if argument.kwarg_only:
+            if (
+                given
+                and value is not None
+                and argument.name not in ("pin_memory", "layout")
+                and value != argument.default_value
+            ):
+                keywords.append((argument.name, value))
+        elif given:
+            positional.extend([*waiting, value])
+            waiting = []
+        else:
+            waiting.append(value)
+    return tuple(positional), tuple(keywords)
+
+
+def _calls(node: fx.Node) -> tuple[ModuleCall, ...]:
+    found = []
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        path = path.split("@")[0]
+        if not path:
+            continue
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        fqn = "" if path + "." == _PREFIX else path.removeprefix(_PREFIX)
+        found.append(ModuleCall(key, fqn, name))
+    return tuple(found)

@@ -1,0 +1,169 @@
+"""The way in: a model file -> `CapturedModel`, the folded graph of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...cost_models.errors import AutoparError
+from ..errors import UnsupportedModel
+from .export import NeedsValues, flat_graph
+from .flat import FlatGraph
+from .folding import fold
+from .graph import ModelGraph, ParameterInfo, TensorType
+from .model_file import LoadedModel, load_model_file
+from .step import Sample, TrainingStep, sample_inputs
+
+MAX_CPU_BYTES = 8 << 30  # a module larger than this is not built on the CPU only to be captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """A captured model file. `device` says where the module was built for the capture: "meta" or "cpu"."""
+
+    graph: ModelGraph
+    loaded: LoadedModel
+    device: str
+
+
+def capture_model(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    batch_size: int | None = None,
+) -> CapturedModel:
+    """Capture the training step of a model file at this global batch size (None: the file's own).
+
+    Raises:
+        AutoparError: the file, its arguments or inputs are wrong.
+        UnsupportedModel: the module cannot be captured.
+    """
+    loaded = load_model_file(path, name, arguments or {}, inputs)
+    size = loaded.default_batch_size if batch_size is None else batch_size
+    if size < 1:
+        raise AutoparError(f"batch size {size} is not positive", fix="give a batch size of at least 1")
+    notes: list[str] = []
+    if isinstance(loaded.target, nn.Module):
+        return _captured(loaded, "cpu", size, batch_size is None, notes)
+    try:
+        return _captured(loaded, "meta", size, batch_size is None, notes)
+    except AutoparError as error:
+        reason = error
+    if not isinstance(reason, NeedsValues) and not _fails_only_on_meta(reason):
+        raise reason
+    notes.append(f"built on the CPU, since on meta: {reason.what}")
+    return _captured(loaded, "cpu", size, batch_size is None, notes)
+
+
+def _fails_only_on_meta(error: AutoparError) -> bool:
+    cause = error.__cause__
+    return cause is not None and any(word in str(cause).lower() for word in ("meta", "device", "fake", "item()"))
+
+
+def _captured(loaded: LoadedModel, device: str, size: int, is_default: bool, notes: list[str]) -> CapturedModel:
+    module = loaded.build(device)
+    parameters = sum(p.numel() * p.element_size() for p in module.parameters())
+    if device == "cpu" and parameters > MAX_CPU_BYTES:
+        raise UnsupportedModel(
+            f"the module cannot be captured on meta and is too large to be built here: {parameters / 2**30:.1f} GiB",
+            fix="; ".join(notes),
+        )
+    sample, batch_dims, size = batch_of(loaded, module, size, device, is_default)
+    flat, more = flat_of(loaded, module, sample, batch_dims)
+    graph = fold(
+        flat,
+        name=loaded.path.stem,
+        batch_size=size,
+        tensors=tensor_infos(module),
+        notes=(*notes, *more),
+    )
+    return CapturedModel(graph=graph, loaded=loaded, device=device)
+
+
+def flat_of(
+    loaded: LoadedModel, module: nn.Module, sample: Sample, batch_dims: Mapping[str, int | None]
+) -> tuple[FlatGraph, tuple[str, ...]]:
+    """Capture a built module, unfolded."""
+    if any(parameter._backward_hooks for parameter in module.parameters()):
+        raise UnsupportedModel(
+            "a parameter has a gradient hook, which the emitted code would not run",
+            fix="remove register_hook from the parameters",
+        )
+    infos = tensor_infos(module)
+    canonical = {alias: fqn for fqn, info in infos.items() for alias in (fqn, *info.aliases)}
+    trains = {fqn for fqn, info in infos.items() if info.type.requires_grad}
+    step = TrainingStep(module, loaded.loss, sample.layout)
+    return flat_graph(step, sample.tensors, batch_dims, canonical, trains)
+
+
+def tensor_infos(module: nn.Module) -> dict[str, ParameterInfo]:
+    """Every parameter and buffer by canonical FQN (the first one), with the other names of tied tensors."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, Tensor] = {}
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    for name, tensor in (*parameters, *buffers):
+        names.setdefault(id(tensor), []).append(name)
+        found[id(tensor)] = tensor
+    persistent = set(module.state_dict(keep_vars=True))
+    is_parameter = {id(tensor) for _, tensor in parameters}
+    infos = {}
+    for key, fqns in names.items():
+        tensor = found[key]
+        infos[fqns[0]] = ParameterInfo(
+            type=TensorType(
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                requires_grad=tensor.requires_grad,
+            ),
+            aliases=tuple(fqns[1:]),
+            is_buffer=key not in is_parameter,
+            persistent=any(fqn in persistent for fqn in fqns),
+        )
+    return infos
+
+
+def batch_of(
+    loaded: LoadedModel, module: nn.Module, size: int, device: str, is_default: bool
+) -> tuple[Sample, dict[str, int | None], int]:
+    """The inputs of a step, which of their dims hold the samples, and how many samples there are.
+
+    Raises:
+        AutoparError: the file has inputs of one batch size only, and another one is asked for.
+    """
+    sample = _sample(loaded, module, size, device)
+    if loaded.takes_batch_size:
+        other = _sample(loaded, module, 2 * size, device)
+        dims: dict[str, int | None] = {}
+        for name, tensor in sample.tensors.items():
+            pairs = enumerate(zip(tensor.shape, other.tensors[name].shape, strict=True))
+            dims[name] = next((dim for dim, (one, two) in pairs if two == 2 * one and one % size == 0), None)
+        return sample, dims, size
+    counts = [tensor.shape[0] for tensor in sample.tensors.values() if tensor.dim() > 0]
+    found = counts[0] if counts else 1
+    if not is_default and found != size:
+        raise AutoparError(
+            f"batch size {size} asked for, but the inputs in {loaded.path.name} have {found} samples",
+            where=str(loaded.path),
+            fix="give example_inputs a batch_size argument, or use --input NAME=int64[B,...]",
+        )
+    dims = {n: 0 if t.dim() > 0 and t.shape[0] == found else None for n, t in sample.tensors.items()}
+    return sample, dims, found
+
+
+def _sample(loaded: LoadedModel, module: nn.Module, size: int, device: str) -> Sample:
+    if device != "meta":
+        return sample_inputs(loaded, module, size, device=device)
+    try:
+        return sample_inputs(loaded, module, size, device="meta")
+    except UnsupportedModel:  # the user's code draws with a CPU generator, say
+        made = sample_inputs(loaded, module, size, device="cpu")
+        return Sample(
+            layout=made.layout, tensors={name: tensor.to(torch.device("meta")) for name, tensor in made.tensors.items()}
+        )

@@ -1,0 +1,320 @@
+"""The only caller of torch.export: a training step -> an FX graph of ATen operations, train and eval mode.
+
+`torch.export` (non-strict) first; `torch.fx.symbolic_trace` before it where it refuses; where both refuse, an error that names
+the user's line. What export would lose silently (gradients of custom autograd functions, tensor hooks) is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import UnsupportedModel
+from .canonical import MAX_CONSTANT_ELEMENTS, Leaf, Translator
+from .flat import FlatGraph, FlatNode, live_nodes
+from .graph import Arg, Kind, Symbol
+from .step import TrainingStep
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+TRAINING = Symbol("training", "")
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
+_REGION = "wrap_with_autocast"
+
+
+class NeedsValues(UnsupportedModel):
+    """The capture on meta tensors lost something that real tensors have; capture again with a module built on the CPU."""
+
+
+def export_step(step: TrainingStep, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """Export the step in the mode (train or eval) that it is in.
+
+    Raises:
+        UnsupportedModel: neither torch.export nor symbolic tracing can capture it.
+    """
+    try:
+        with _quiet(), _refusing_lost_gradients():
+            return torch.export.export(step, tuple(tensors), strict=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        try:
+            with _quiet(), _refusing_lost_gradients():
+                traced = fx.symbolic_trace(step)
+                return torch.export.export(traced, tuple(tensors), strict=False)
+        except UnsupportedModel:
+            raise
+        except Exception:
+            raise _refusal(error) from error
+
+
+def flat_graph(
+    step: TrainingStep,
+    tensors: Mapping[str, Tensor],
+    batch_dims: Mapping[str, int | None],
+    canonical: Mapping[str, str],
+    trains: set[str],
+) -> tuple[FlatGraph, tuple[str, ...]]:
+    """Capture a step in canonical form, with notes; `canonical` maps every parameter and buffer FQN to its canonical one.
+
+    Raises:
+        NeedsValues: constants have no values on meta, or autocast acts on real devices only.
+        UnsupportedModel: the step cannot be captured.
+    """
+    on_meta = any(tensor.is_meta for tensor in tensors.values())
+    step.train()
+    with _recording_training_reads() as reads:
+        program = export_step(step, list(tensors.values()))
+    train = _translate(program, tuple(tensors), batch_dims, canonical, trains, on_meta)
+    if not reads:
+        return train, ()
+    step.eval()
+    try:
+        program = export_step(step, list(tensors.values()))
+        evaluation = _translate(program, tuple(tensors), batch_dims, canonical, trains, on_meta)
+    except NeedsValues:
+        raise
+    except UnsupportedModel as error:
+        return train, (f"eval mode cannot be captured: {error.what}",)
+    finally:
+        step.train()
+    return _with_training_flags(train, evaluation)
+
+
+def _translate(
+    program: torch.export.ExportedProgram,
+    names: tuple[str, ...],
+    batch_dims: Mapping[str, int | None],
+    canonical: Mapping[str, str],
+    trains: set[str],
+    on_meta: bool,
+) -> FlatGraph:
+    from torch.export.graph_signature import InputKind
+
+    leaves: dict[str, Leaf] = {}
+    inputs = iter(names)
+    for spec in program.graph_signature.input_specs:
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is InputKind.USER_INPUT:
+            leaf = Leaf(kind=Kind.INPUT, name=next(inputs))
+        elif spec.kind is InputKind.PARAMETER:
+            leaf = Leaf(kind=Kind.PARAMETER, name=canonical.get(target, target))
+        elif spec.kind is InputKind.BUFFER:
+            leaf = Leaf(kind=Kind.BUFFER, name=canonical.get(target, target))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            leaf = Leaf(
+                kind=Kind.CONSTANT, name=target, constant=_constant(program.constants[spec.target or ""], target)
+            )
+        else:
+            raise UnsupportedModel(f"the model uses {spec.kind.name.lower()} {target}, which cannot be planned")
+        leaves[getattr(spec.arg, "name", "")] = leaf
+    if on_meta and _has_autocast(program.graph_module):
+        raise NeedsValues("autocast has no effect on meta tensors")
+    return Translator(locate=locate).translate(program.graph_module, leaves, batch_dims, trains)
+
+
+def _constant(value: Any, name: str) -> object:
+    if not isinstance(value, Tensor):
+        raise UnsupportedModel(f"constant {name} is no tensor")
+    if value.is_meta:
+        raise NeedsValues(f"constant {name} has no value on meta")
+    if value.requires_grad:
+        raise UnsupportedModel(
+            f"tensor {name} requires a gradient but is no parameter", fix="make it an nn.Parameter of a module"
+        )
+    if value.numel() > MAX_CONSTANT_ELEMENTS:
+        raise UnsupportedModel(f"constant {name} has {value.numel()} elements", fix="register it with register_buffer")
+    return nested_tuples(value.detach().tolist())
+
+
+def nested_tuples(value: object) -> object:
+    return tuple(nested_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _has_autocast(module: fx.GraphModule) -> bool:
+    modules = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(
+        getattr(node.target, "__name__", "") == _REGION and bool(node.args[2])
+        for inner in modules
+        for node in inner.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+# Train and eval mode
+
+
+def _with_training_flags(train: FlatGraph, evaluation: FlatGraph) -> tuple[FlatGraph, tuple[str, ...]]:
+    """Replace literals that are True in train and False in eval mode by `self.training`.
+
+    A dropout probability that is 0 in eval mode stays as it is: a random operation draws only in training.
+    """
+    ours, theirs = live_nodes(train, with_buffers=False), live_nodes(evaluation, with_buffers=False)
+    rename: dict[str, str] = {}
+    flagged: dict[str, FlatNode] = {}
+    for left, right in zip(ours, theirs, strict=False):
+        rename[right.name] = left.name
+        args = tuple(_merge(a, b, rename) for a, b in zip(left.args, right.args, strict=False))
+        kwargs = tuple((key, _merge(a, b, rename)) for (key, a), (_, b) in zip(left.kwargs, right.kwargs, strict=False))
+        same = left.op == right.op and left.kind is right.kind and left.outputs == right.outputs
+        same = (
+            same and len(left.args) == len(right.args) and [k for k, _ in left.kwargs] == [k for k, _ in right.kwargs]
+        )
+        if not same or _DIFFERENT in (*args, *(value for _, value in kwargs)):
+            return train, (f"eval mode runs other operations than training, first at {left.source or left.name}",)
+        flagged[left.name] = replace(left, args=args, kwargs=kwargs)
+    if len(ours) != len(theirs):
+        return train, ("eval mode runs other operations than training",)
+    return replace(train, nodes=tuple(flagged.get(node.name, node) for node in train.nodes)), ()
+
+
+_DIFFERENT = object()
+
+
+def _merge(train: Arg, evaluation: Arg, rename: Mapping[str, str]) -> Arg:
+    from .graph import Ref
+
+    if isinstance(train, Ref):
+        same = (
+            isinstance(evaluation, Ref)
+            and rename.get(evaluation.node) == train.node
+            and evaluation.index == train.index
+        )
+        return train if same else _DIFFERENT
+    if isinstance(train, tuple) and isinstance(evaluation, tuple) and len(train) == len(evaluation):
+        items = tuple(_merge(a, b, rename) for a, b in zip(train, evaluation, strict=True))
+        return _DIFFERENT if _DIFFERENT in items else items
+    if train is True and evaluation is False:
+        return TRAINING
+    if isinstance(train, float) and evaluation == 0.0 and 0 < train < 1:
+        return train
+    return train if train == evaluation else _DIFFERENT
+
+
+# Guards around the export
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _refusing_lost_gradients() -> Iterator[None]:
+    """Refuse what the exported graph would silently drop."""
+
+    def apply(cls: type, *args: object, **kwargs: object) -> object:
+        name = cls.__name__
+        checkpoint = name == "CheckpointFunction"
+        raise UnsupportedModel(
+            "reentrant activation checkpointing loses its gradients in the capture"
+            if checkpoint
+            else f"custom autograd function {name}: its backward would be lost in the capture",
+            where=_users_line(traceback.extract_stack()),
+            fix="use checkpoint(..., use_reentrant=False), or leave checkpointing to the plan"
+            if checkpoint
+            else "write it with differentiable tensor operations",
+        )
+
+    def register_hook(self: Tensor, hook: object) -> object:
+        raise UnsupportedModel(
+            "a hook on a tensor's gradient would be lost in the capture",
+            where=_users_line(traceback.extract_stack()),
+            fix="write the change of the gradient with tensor operations",
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(Tensor, "register_hook", register_hook),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _recording_training_reads() -> Iterator[set[str]]:
+    """Which modules read `self.training` while the block runs: none means that eval mode is the same."""
+    reads: set[str] = set()
+
+    def read(self: nn.Module) -> bool:
+        import sys
+
+        file = sys._getframe(1).f_code.co_filename
+        if not file.startswith(_TORCH) or f"{_TORCH}/nn/modules/" in file and not file.endswith("/module.py"):
+            reads.add(type(self).__name__)
+        return self.__dict__["training"]
+
+    def write(self: nn.Module, value: bool) -> None:
+        self.__dict__["training"] = value
+
+    nn.Module.training = property(read, write)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield reads
+    finally:
+        del nn.Module.training
+
+
+# The user's lines
+
+
+def locate(stack: str) -> str:
+    """The innermost line of the user's code in a stack trace, as "file:line in function: code"."""
+    found = [match for match in _FRAME.finditer(stack) if not match["file"].startswith((_TORCH, _HERE))]
+    if not found:
+        return ""
+    last = found[-1]
+    return _line(last["file"], int(last["line"]), last["function"])
+
+
+def _line(file: str, line: int, function: str) -> str:
+    return f"{Path(file).name}:{line} in {function}: {linecache.getline(file, line).strip()}"
+
+
+def _users_line(frames: traceback.StackSummary) -> str:
+    ours = [f for f in frames if not f.filename.startswith((_TORCH, _HERE)) and f.lineno is not None]
+    return _line(ours[-1].filename, ours[-1].lineno or 0, ours[-1].name) if ours else ""
+
+
+_VALUE_ERRORS = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "UserError",
+    "DynamicOutputShapeException",
+)
+
+
+def _refusal(error: Exception) -> UnsupportedModel:
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith((_TORCH, _HERE)) and "site-packages" not in f.filename
+    ]
+    where = _line(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+    code = where.partition(": ")[2]
+    text = str(error).strip().splitlines()
+    reads = type(error).__name__ in _VALUE_ERRORS or "meta tensors" in str(error) or "data-dependent" in str(error)
+    if reads:
+        kind = re.match(r"(if|elif|while|assert|for)\b", code)
+        subject = f"this `{kind[1]}`" if kind else "this line"
+        return UnsupportedModel(
+            f"{subject} reads a tensor's value, which a plan made ahead of time cannot know",
+            where=where,
+            fix="compute it with torch.where or masks, or take the decision outside of forward",
+        )
+    return UnsupportedModel(
+        f"torch.export cannot capture the model: {type(error).__name__}: {text[0] if text else ''}",
+        where=where,
+        fix="rewrite this line with operations that torch.export supports",
+    )

@@ -1,0 +1,146 @@
+"""A module, its inputs and its loss as one function of named tensors: tensors -> scalar loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..errors import UnsupportedModel
+from .model_file import Inputs, LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLayout:
+    """How named tensors make up the (args, kwargs) of a step. `leaves` has a name for a tensor, else the value itself."""
+
+    names: tuple[str, ...]
+    leaves: tuple[tuple[str, object], ...]  # (name, None) or ("", value)
+    spec: TreeSpec
+
+    def inputs(self, tensors: Iterable[Tensor]) -> Inputs:
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if name else value for name, value in self.leaves], self.spec)
+
+
+def input_layout(module: nn.Module, loss: Callable[..., object] | None, inputs: Inputs) -> InputLayout:
+    """Name every tensor of the inputs after the parameter of forward (or of the loss function) that takes it."""
+    args, kwargs = inputs
+    names = [*_positional_names(module.forward), *_positional_names(loss)[_num_positional(module.forward, args) + 1 :]]
+    tops = [names[i] if i < len(names) else f"input_{i}" for i in range(len(args))]
+    tree: dict[str, object] = {**dict(zip(tops, args, strict=True)), **kwargs}
+    leaves: list[tuple[str, object]] = []
+    found: list[str] = []
+    for top, value in tree.items():
+        flat, _ = tree_flatten(value)
+        count = sum(isinstance(leaf, Tensor) for leaf in flat)
+        for index, leaf in enumerate(flat):
+            if not isinstance(leaf, Tensor):
+                leaves.append(("", leaf))
+                continue
+            name = top if count == 1 else f"{top}_{index}"
+            leaves.append((name, None))
+            found.append(name)
+    return InputLayout(names=tuple(found), leaves=tuple(leaves), spec=tree_flatten(inputs)[1])
+
+
+def _positional_names(function: Callable[..., object] | None) -> list[str]:
+    if function is None:
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
+
+
+def _num_positional(function: Callable[..., object], args: tuple[object, ...]) -> int:
+    """How many of the inputs `forward` takes; the rest is for the loss."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return len(args)
+    return min(len(args), len(_positional_names(function)))
+
+
+class TrainingStep(nn.Module):
+    """forward(*tensors) -> the scalar loss of one step of the user's module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., object] | None, layout: InputLayout) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._layout = layout
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        args, kwargs = self._layout.inputs(tensors)
+        taken = _num_positional(self.model.forward, args)
+        output = self.model(*args[:taken], **_accepted(self.model.forward, kwargs))
+        if self._loss is not None:
+            return _scalar(self._call_loss(output, args, kwargs))
+        return _scalar(output)
+
+    def _call_loss(self, output: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        assert self._loss is not None
+        parameters = inspect.signature(self._loss).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return self._loss(output, *args, **_accepted(self._loss, kwargs))
+        count = len(_positional_names(self._loss)) - 1
+        return self._loss(output, *args[:count], **_accepted(self._loss, kwargs))
+
+
+def _accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(kwargs)
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _scalar(output: object) -> Tensor:
+    """The loss in what a module or a loss function returned: a scalar, `.loss`, ["loss"] or the one scalar of a tuple."""
+    if isinstance(output, Tensor):
+        candidates = [output]
+    elif getattr(output, "loss", None) is not None:
+        candidates = [output.loss]  # pyright: ignore[reportAttributeAccessIssue]
+    elif isinstance(output, Mapping) and "loss" in output:
+        candidates = [output["loss"]]
+    elif isinstance(output, tuple | list):
+        candidates = [item for item in output if isinstance(item, Tensor) and item.numel() == 1]
+    else:
+        candidates = []
+    if len(candidates) == 1 and candidates[0].numel() == 1 and candidates[0].is_floating_point():
+        return candidates[0].reshape(())
+    got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise UnsupportedModel(
+        f"the model returns {got}: there is no scalar loss to train with",
+        fix="return the loss, an output with .loss, or define loss(output, *inputs) in the model file",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Inputs of one batch: tensors by name, in order."""
+
+    layout: InputLayout
+    tensors: Mapping[str, Tensor]
+
+
+def sample_inputs(
+    loaded: LoadedModel, module: nn.Module, batch_size: int, *, device: str = "cpu", seed: int = 0
+) -> Sample:
+    """The step's inputs by name, each its own tensor (a tensor given twice is copied)."""
+    inputs = loaded.inputs(batch_size, device=device, seed=seed)
+    layout = input_layout(module, loaded.loss, inputs)
+    seen: set[int] = set()
+    tensors: list[Tensor] = []
+    for leaf in tree_flatten(inputs)[0]:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf.clone() if id(leaf) in seen else leaf)
+            seen.add(id(leaf))
+    return Sample(layout=layout, tensors=dict(zip(layout.names, tensors, strict=True)))
+
+
+def run_step(loaded: LoadedModel, module: nn.Module, sample: Sample) -> Tensor:
+    """The user's loss on these inputs, eagerly: the reference that everything else must equal."""
+    with torch.enable_grad():
+        return TrainingStep(module, loaded.loss, sample.layout)(*sample.tensors.values())
