@@ -186,8 +186,8 @@ def _time_sentences(plan: Plan) -> tuple[str, ...]:
     if "bubble" in parts:
         count = "one microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
         found.append(
-            f"The pipeline bubble takes {parts['bubble'] / plan.step_seconds:.0%} of the step with {count}; more of them "
-            "would shrink it, at the price of smaller operations."
+            f"The pipeline bubble takes {parts['bubble'] / plan.step_seconds:.0%} of the step with {count}; "
+            "more of them would shrink it, at the price of smaller operations."
         )
     return tuple(found)
 

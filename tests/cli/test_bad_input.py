@@ -1,0 +1,125 @@
+"""Bad input to `plan`: one clear message, the right exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from autopar.cli.exit_codes import ExitCode
+
+Run = Callable[..., Any]
+
+HEAD = """
+import torch
+from torch import nn
+"""
+TWO_MODELS = f"""{HEAD}
+class First(nn.Linear):
+    def __init__(self): super().__init__(4, 4)
+
+class Second(nn.Linear):
+    def __init__(self): super().__init__(4, 4)
+"""
+MODEL = f"""{HEAD}
+class Net(nn.Module):
+    def __init__(self, width: int = 12, vocabulary: int = 40):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids)).logsumexp(-1).mean()
+
+def build(width: int = 12, vocabulary: int = 40):
+    return Net(width, vocabulary)
+
+def example_inputs(batch_size: int = 8):
+    return (torch.randint(40, (batch_size, 6)),)
+"""
+NO_INPUTS = MODEL.split("def example_inputs")[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "no_inputs.py").write_text(NO_INPUTS)
+    (tmp_path / "two.py").write_text(TWO_MODELS)
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "raises.py").write_text("def build():\n    return 1 / 0\n")
+    (tmp_path / "notes.txt").write_text("no model\n")
+    return tmp_path
+
+
+def listing(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if "__pycache__" not in p.parts}
+
+
+CASES = {
+    "missing file": (["none.py", "--gpus", "2"], 2, ["none.py"]),
+    "a folder": ([".", "--gpus", "2"], 2, ["."]),
+    "no Python file": (["notes.txt", "--gpus", "2"], 2, ["notes.txt"]),
+    "no module": (["empty.py", "--gpus", "2"], 2, ["empty.py", "build()"]),
+    "several candidates": (["two.py", "--gpus", "2"], 2, ["two.py:First", "two.py:Second"]),
+    "no such name": (["net.py:Nett", "--gpus", "2"], 2, ["Nett", "build"]),
+    "syntax error": (["broken.py", "--gpus", "2"], 4, ["broken.py", "SyntaxError"]),
+    "raises": (["raises.py", "--gpus", "2"], 4, ["ZeroDivisionError", "raises.py:2"]),
+    "wrong --set key": (["net.py", "--gpus", "2", "--set", "widht=4"], 2, ["widht", "vocabulary, width"]),
+    "wrong --set value": (["net.py", "--gpus", "2", "--set", "width=wide"], 2, ["width", "int"]),
+    "no inputs": (["no_inputs.py", "--gpus", "2"], 2, ["no_inputs.py", "--input"]),
+    "unreadable input": (["no_inputs.py", "--gpus", "2", "--input", "ids=int64"], 2, ["ids=int64", "int64[B,1024]"]),
+    "unknown dtype": (["no_inputs.py", "--gpus", "2", "--input", "ids=int65[B,4]"], 2, ["int65"]),
+    "wrong dtype": (["no_inputs.py", "--gpus", "2", "--input", "ids=float32[B,4]"], 4, ["no_inputs.py"]),
+    "wrong input name": (["no_inputs.py", "--gpus", "2", "--input", "idx=int64[B,4]"], None, ["idx"]),
+    "more GPUs than batch": (["net.py", "--gpus", "8", "--batch-size", "4", "--mesh", "dp=8"], None, ["8", "4"]),
+    "mesh of other GPUs": (["net.py", "--gpus", "8", "--mesh", "dp=2,tp=2,pp=1"], None, ["8"]),
+    "nothing divides": (["net.py", "--gpus", "7", "--mesh", "tp=7", "--cluster", "h100-sxm"], None, ["7"]),
+    "more stages than units": (["net.py", "--gpus", "64", "--mesh", "pp=64"], None, ["64"]),
+    "memory": (
+        ["net.py", "--gpus", "2", "--set", "vocabulary=100000000", "--set", "width=4096"], 3, ["GiB"],
+    ),
+    "unknown cluster": (["net.py", "--gpus", "2", "--cluster", "h100-smx"], 2, ["h100-sxm"]),
+    "unknown stack": (["net.py", "--gpus", "2", "--stack", "fast"], 2, ["eager"]),
+    "more GPUs than the cluster": (["net.py", "--gpus", "13", "--cluster", "h100-sxm"], 2, ["13"]),
+    "unknown schedule": (["net.py", "--gpus", "2", "--mesh", "pp=2", "--schedule", "1fb1"], 2, ["1f1b"]),
+    "microbatch size": (["net.py", "--gpus", "2", "--batch-size", "8", "--microbatch-size", "3"], None, ["3"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(run: Run, folder: Path, name: str) -> None:
+    arguments, code, texts = CASES[name]
+    before = listing(folder)
+    found = run("plan", *arguments, "--quiet")
+    assert found.code in ((code,) if code else (ExitCode.USAGE, ExitCode.INFEASIBLE)), found.err
+    assert found.out == ""
+    assert found.err.count("error: ") == 1
+    assert "Traceback" not in found.err
+    assert len(found.err) < 1500
+    for text in texts:
+        assert text in found.err
+    assert listing(folder) == before
+
+
+def test_folder_that_is_not_empty(run: Run, folder: Path) -> None:
+    out = folder / "net-autopar"
+    out.mkdir()
+    (out / "train.py").write_text("mine\n")
+    found = run("plan", "net.py", "--gpus", "2", "--quiet")
+    assert (found.code, found.out) == (ExitCode.USAGE, "")
+    assert "train.py" in found.err
+    assert "--force" in found.err
+    assert listing(out) == {"train.py"}
+    assert (out / "train.py").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("out", ["net.py", "net.py/inside"])
+def test_folder_that_cannot_be(run: Run, folder: Path, out: str) -> None:
+    before = listing(folder)
+    found = run("plan", "net.py", "--gpus", "1", "--quiet", "--out", out)
+    assert (found.code, found.out) == (ExitCode.USAGE, "")
+    assert "--out" in found.err
+    assert listing(folder) == before
