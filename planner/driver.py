@@ -100,7 +100,7 @@ def split_model(model: str) -> tuple[str, str | None]:
 
 
 def capture(request: PlanRequest) -> tuple[ModelGraph, PlanRequest]:
-    """The graph of the request's model, and the request with the name of what was built and the arguments as converted."""
+    """The graph of the request's model, and the request with the name of what was built and the converted arguments."""
     from .capture import capture_model
 
     path, name = split_model(request.model)

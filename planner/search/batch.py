@@ -16,7 +16,8 @@ from ..sharding.mesh import MICROBATCH, Axis, Mesh
 from ..sharding.placement import can_split
 from ..sharding.program import Placements, node_layouts, option_named
 from ..sharding.redistribute import changes
-from .placements_ilp import NoAssignment, solve
+from .assignment import NoAssignment
+from .placements_ilp import solve
 from .problem import Labels, Rules, Space, State, build_problem, empty_placements
 
 _SECONDS_PER_ELEMENT = 1e-12

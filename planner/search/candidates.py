@@ -76,6 +76,7 @@ class WholeModel:
     device_seconds: float
     host_seconds: float  # one microbatch: launches of every unit, forward and backward
     trained_bytes: int
+    trained_tensors: int
 
 
 def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack) -> WholeModel:
@@ -92,15 +93,17 @@ def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack
             device += space.counts[t] * (ahead + back)
             launches = host_seconds(work.forward, gpu, stack=stack) + host_seconds(work.backward, gpu, stack=stack)
             host += space.counts[t] * launches
-    trained = sum(info.type.num_bytes for info in master.tensors.values() if info.type.requires_grad)
-    return WholeModel(device_seconds=device, host_seconds=host, trained_bytes=trained)
+    trained = [info.type.num_bytes for info in master.tensors.values() if info.type.requires_grad]
+    return WholeModel(
+        device_seconds=device, host_seconds=host, trained_bytes=sum(trained), trained_tensors=len(trained)
+    )
 
 
 def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool) -> float:
     """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too."""
     through = max(whole.device_seconds / (mesh.dp * mesh.tp * mesh.microbatches), whole.host_seconds)
     share = whole.trained_bytes // (mesh.pp * mesh.tp * (mesh.dp if shards else 1))
-    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer)
+    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=whole.trained_tensors // mesh.pp)
     return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
 
 

@@ -24,7 +24,7 @@ makes q, k and v after one all_gather cost one all_gather. A back edge of a repe
 are no problem.
 
 Before the solver sees it, choices are removed that no neighbour can serve (arc consistency), or that another choice
-with the same states beats. The LP relaxation is solved first; only a fractional answer goes to branch and bound. Ties
+with the same states beats; sources and unary chains are merged (`chains.py`). The LP relaxation is solved first; only a fractional answer goes to branch and bound. Ties
 are broken by a price far below any real one, for earlier choices and for fewer conversions.
 """
 
@@ -33,86 +33,17 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import inf, isinf
 
 import pulp
 
-State = Hashable
+from .assignment import Assignment, Choice, Group, NoAssignment, Problem, State, cost_of, memory_of
+from .chains import TIE_CONVERSION_SECONDS, reduce
+
 _SCALE = 1e6  # the solver sees microseconds: its tolerances are absolute, about 1e-7
-_TIE_CHOICE = 1e-5  # microseconds per position of a choice
-_TIE_CONVERSION = 1e-4  # microseconds per conversion
 _INTEGRAL = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One way to run a vertex: what it makes and wants, in states, with its seconds and bytes (already weighted)."""
-
-    label: Hashable
-    outputs: tuple[State, ...]
-    operands: tuple[State, ...] = ()
-    cost_seconds: float = 0.0
-    memory_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A value and all who read it. `prices` holds seconds by (made, wanted); a pair that is missing is impossible."""
-
-    producer: tuple[int, int]  # vertex, output
-    consumers: tuple[tuple[int, int], ...]  # vertex, operand
-    weight: float
-    prices: Mapping[tuple[State, State], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """`names` say who the vertices are, for messages."""
-
-    names: tuple[str, ...]
-    choices: tuple[tuple[Choice, ...], ...]
-    groups: tuple[Group, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Position of the choice of every vertex. `bound_seconds` is proven: no assignment costs less."""
-
-    chosen: tuple[int, ...]
-    cost_seconds: float
-    memory_bytes: float
-    bound_seconds: float
-    is_optimal: bool
-
-
-class NoAssignment(Exception):
-    """No assignment exists; `vertex` names one that has no choice left, "" if only the solver can tell."""
-
-    def __init__(self, vertex: str = "") -> None:
-        super().__init__(vertex)
-        self.vertex = vertex
-
-
-def cost_of(problem: Problem, chosen: Sequence[int]) -> float:
-    """Seconds of an assignment; infinite if it needs a conversion that does not exist."""
-    total = sum(choices[k].cost_seconds for choices, k in zip(problem.choices, chosen, strict=True))
-    for group in problem.groups:
-        made = _made(problem, group, chosen)
-        for wanted in {problem.choices[n][chosen[n]].operands[j] for n, j in group.consumers}:
-            total += group.weight * group.prices.get((made, wanted), inf)
-    return total
-
-
-def memory_of(problem: Problem, chosen: Sequence[int]) -> float:
-    return sum(choices[k].memory_bytes for choices, k in zip(problem.choices, chosen, strict=True))
-
-
-def _made(problem: Problem, group: Group, chosen: Sequence[int]) -> State:
-    vertex, output = group.producer
-    return problem.choices[vertex][chosen[vertex]].outputs[output]
 
 
 def solve(
@@ -128,7 +59,8 @@ def solve(
         NoAssignment: there is none.
     """
     alive = _consistent(problem, seconds_per_byte, memory_limit_bytes is not None)
-    model = _Model(problem, alive, seconds_per_byte, memory_limit_bytes)
+    reduced = reduce(problem, alive, seconds_per_byte, merge=memory_limit_bytes is None)
+    model = _Model(reduced.problem, memory_limit_bytes)
     values = model.run(as_mip=False, time_limit_seconds=time_limit_seconds)
     bound = model.objective_seconds
     is_optimal = True
@@ -137,17 +69,20 @@ def solve(
         is_optimal = model.is_proven
         if is_optimal:
             bound = model.objective_seconds
-    chosen = tuple(max(ks, key=lambda k, n=n: (values[n, k], -k)) for n, ks in enumerate(alive))
+    positions = [0] * len(problem.choices)
+    for n, choices in enumerate(reduced.picks):
+        for vertex, k in choices[max(range(len(choices)), key=lambda k, n=n: (values[n, k], -k))]:
+            positions[vertex] = k
+    chosen = tuple(positions)
     cost = cost_of(problem, chosen)
     if isinf(cost):
         raise NoAssignment
     memory = memory_of(problem, chosen)
-    ties = model.most_ties_seconds
     return Assignment(
         chosen=chosen,
         cost_seconds=cost,
         memory_bytes=memory,
-        bound_seconds=min(bound - ties, cost + seconds_per_byte * memory),
+        bound_seconds=min(bound - reduced.ties_seconds, cost + seconds_per_byte * memory),
         is_optimal=is_optimal,
     )
 
@@ -229,20 +164,17 @@ def _undominated(
 
 
 class _Model:
-    """The PuLP model of a problem restricted to `alive` choices. Vertices with one choice left are constants."""
+    """The PuLP model of a problem. Vertices with one choice are constants."""
 
-    def __init__(
-        self, problem: Problem, alive: list[list[int]], seconds_per_byte: float, memory_limit_bytes: float | None
-    ) -> None:
-        self.problem, self.alive = problem, alive
+    def __init__(self, problem: Problem, memory_limit_bytes: float | None) -> None:
+        self.problem = problem
         self.lp = pulp.LpProblem("placements", pulp.LpMinimize)
         self.constant = 0.0  # microseconds of the vertices that have no choice, for the bound
-        self.ties = 0.0  # upper bound of all tie-breaking prices, microseconds
         self.is_proven = False
         self.x: dict[tuple[int, int], pulp.LpVariable | None] = {}
         self.terms: list[tuple[pulp.LpVariable, float]] = []
         self.num_columns = 0
-        self._add_choices(seconds_per_byte)
+        self._add_choices()
         for group in problem.groups:
             self._add_group(group)
         if memory_limit_bytes is not None:
@@ -255,43 +187,44 @@ class _Model:
         self.terms.append((column, price))
         return column
 
-    def _add_choices(self, seconds_per_byte: float) -> None:
+    def _add_choices(self) -> None:
         """sum_o x[n,o] = 1"""
-        for n, ks in enumerate(self.alive):
-            prices = [
-                self.problem.choices[n][k].cost_seconds + seconds_per_byte * self.problem.choices[n][k].memory_bytes
-                for k in ks
-            ]
-            if len(ks) == 1:
-                self.x[n, ks[0]] = None
-                self.constant += prices[0] * _SCALE
-                continue
+        for n, choices in enumerate(self.problem.choices):
             # The cheapest choice is taken as given, the others by their difference: keeps the numbers small.
-            floor = min(prices)
+            floor = min(choice.cost_seconds for choice in choices)
             self.constant += floor * _SCALE
-            for k, price in zip(ks, prices, strict=True):
-                self.x[n, k] = self._column("x", (price - floor) * _SCALE + _TIE_CHOICE * k)
-            self.ties += _TIE_CHOICE * ks[-1]
-            self.lp.addConstraint(
-                pulp.LpConstraint(_sum([(self.x[n, k], 1.0) for k in ks]), pulp.LpConstraintEQ, rhs=1)
-            )
+            if len(choices) == 1:
+                self.x[n, 0] = None
+                continue
+            columns = [self._column("x", (choice.cost_seconds - floor) * _SCALE) for choice in choices]
+            self.x.update(((n, k), column) for k, column in enumerate(columns))
+            self._equal([(column, 1.0) for column in columns], 1.0)
+
+    def _equal(self, terms: list[tuple[pulp.LpVariable, float]], value: float) -> None:
+        self.lp.addConstraint(pulp.LpConstraint(_sum(terms), pulp.LpConstraintEQ, rhs=value))
 
     def _add_group(self, group: Group) -> None:
         """The rows of e, and z >= e."""
         problem = self.problem
         producer, output = group.producer
-        made = _by_state((problem.choices[producer][k].outputs[output], k) for k in self.alive[producer])
+        made = _by_state(
+            (problem.choices[producer][k].outputs[output], k) for k in range(len(problem.choices[producer]))
+        )
         shared: dict[tuple[State, State], pulp.LpVariable] = {}
         # A consumer that reads the value twice is two consumers here.
         is_shared = len(group.consumers) > 1
         for vertex, position in group.consumers:
-            wanted = _by_state((problem.choices[vertex][k].operands[position], k) for k in self.alive[vertex])
+            wanted = _by_state(
+                (problem.choices[vertex][k].operands[position], k) for k in range(len(problem.choices[vertex]))
+            )
             edges: dict[tuple[State, State], pulp.LpVariable] = {}
             for p in made:
                 for r in wanted:
                     if (p, r) not in group.prices:
                         continue
-                    price = group.weight * group.prices[p, r] * _SCALE + (_TIE_CONVERSION if p != r else 0.0)
+                    price = group.weight * group.prices[p, r] * _SCALE + (
+                        TIE_CONVERSION_SECONDS * _SCALE if p != r else 0.0
+                    )
                     edges[p, r] = self._column("e", 0.0 if is_shared else price)
                     if is_shared and price > 0:
                         if (p, r) not in shared:
@@ -305,16 +238,15 @@ class _Model:
                 self._balance([edges[q, r] for q, r in edges if q == p], producer, ks)
             for r, ks in wanted.items():
                 self._balance([edges[p, s] for p, s in edges if s == r], vertex, ks)
-            self.ties += _TIE_CONVERSION
 
     def _balance(self, edges: list[pulp.LpVariable], vertex: int, ks: list[int]) -> None:
         """sum e = sum x over the choices that make (or want) the state."""
         terms = [(edge, 1.0) for edge in edges]
         if self.x[vertex, ks[0]] is None:
-            self.lp.addConstraint(pulp.LpConstraint(_sum(terms), pulp.LpConstraintEQ, rhs=1))
+            self._equal(terms, 1.0)
             return
         terms.extend((self.x[vertex, k], -1.0) for k in ks)
-        self.lp.addConstraint(pulp.LpConstraint(_sum(terms), pulp.LpConstraintEQ, rhs=0))
+        self._equal(terms, 0.0)
 
     def _add_memory_row(self, limit_bytes: float) -> None:
         """sum m(o) x[n,o] <= M, in units of the limit."""
@@ -336,10 +268,6 @@ class _Model:
     @property
     def objective_seconds(self) -> float:
         return (self.constant + (pulp.value(self.lp.objective) or 0.0)) / _SCALE
-
-    @property
-    def most_ties_seconds(self) -> float:
-        return self.ties / _SCALE
 
     def run(self, *, as_mip: bool, time_limit_seconds: float | None) -> dict[tuple[int, int], float]:
         """Values of x.

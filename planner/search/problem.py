@@ -27,7 +27,7 @@ from ..sharding.mesh import MICROBATCH, Axis
 from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
 from ..sharding.program import Placements
 from ..sharding.rules import Option, interesting_groups, options_of
-from .placements_ilp import Assignment, Choice, Group, Problem
+from .assignment import Assignment, Choice, Group, Problem
 
 Labels = tuple[str, ...]  # one per axis
 State = tuple[Pair, ...]  # one per axis

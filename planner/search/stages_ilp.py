@@ -28,7 +28,8 @@ from math import inf
 
 import pulp
 
-from .placements_ilp import NoAssignment, run_solver
+from .assignment import NoAssignment
+from .placements_ilp import run_solver
 
 _SCALE = 1e6  # microseconds
 

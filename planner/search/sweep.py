@@ -20,16 +20,19 @@ from ..capture.graph import Kind, ModelGraph
 from ..schedules import get_schedule
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..sharding.program import Placements
+from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import CHECKPOINTS, Pins, WholeModel, bound_seconds, meshes, schedules_for, whole_model, zeros_for
 from .evaluate import Evaluated, Evaluator
-from .placements_ilp import NoAssignment, solve
+from .placements_ilp import solve
 from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
 from .stages_ilp import Cutting, cut_by_ilp
 
 Progress = Callable[[str], None]
 _MEMORY_PRICES = (1e-12, 1e-11, 1e-10)  # seconds per byte, tried in turn when nothing fits
+# The same where latency makes it cheapest to split nothing: an axis that is there must split something.
+_SPLITTING_PRICES = (1e-11, 1e-10, 1e-9, 1e-8, 1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +281,21 @@ class _Sweep:
         for name in free:
             part = mesh if name == "tp" else replace(mesh, tp=1)
             solved = self._solve_axes(part, placements, rules, (name,), seconds_per_byte)
+            for price in _SPLITTING_PRICES if self._must_split(mesh, name) else ():
+                if isinstance(solved, str) or _splits_something(self.space, solved, name):
+                    break
+                if price > seconds_per_byte:
+                    solved = self._solve_axes(part, placements, rules, (name,), price)
             if isinstance(solved, str):
                 return solved
+            if not _splits_something(self.space, solved, name):
+                return f"{name}={mesh.sizes[name]} splits nothing: {self._obstacles(mesh.sizes[name], rules)}"
             placements = solved
         return placements
+
+    def _must_split(self, mesh: Mesh, axis: str) -> bool:
+        """Whether the axis is there for certain: pinned, or the only one. Otherwise a mesh that wastes it is dropped."""
+        return axis in self.setting.pins.mesh or mesh.sizes[axis] == self.setting.gpus
 
     def _solve_axes(
         self, mesh: Mesh, fixed: Placements, rules: Rules, free: tuple[str, ...], seconds_per_byte: float
@@ -293,11 +307,7 @@ class _Sweep:
         except NoAssignment as stuck:
             return f"{sizes} has no placements{f': stuck at {stuck.vertex}' if stuck.vertex else ''}"
         self.solved += 1
-        placements = built.placements(self.space, assignment)
-        for name in free:
-            if not _splits_something(self.space, placements, name):
-                return f"{name}={mesh.sizes[name]} splits nothing: {self._obstacles(mesh.sizes[name], rules)}"
-        return placements
+        return built.placements(self.space, assignment)
 
     def _obstacles(self, size: int, rules: Rules) -> str:
         """The nearest obstacles: operations whose factors the axis does not divide."""

@@ -57,7 +57,7 @@ def residual_mlp(*, batch: int = 8, width: int = 16, hidden: int = 32, depth: in
         units.append(
             Unit(template=min(layer, 1) + 1, fqn=f"h.{layer}", inputs=(Value(len(units) - 1, 0),), tensors=held)
         )
-        for (name, fqn) in held:
+        for name, fqn in held:
             tensors[fqn] = ParameterInfo(type=templates[2].by_name[name].output)
     units.append(Unit(template=3, fqn="", inputs=(Value(depth, 0),)))
     return ModelGraph(

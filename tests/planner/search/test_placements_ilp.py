@@ -5,7 +5,8 @@ from itertools import product
 from math import inf
 
 import pytest
-from autopar.planner.search.placements_ilp import Choice, Group, NoAssignment, Problem, solve
+from autopar.planner.search.assignment import Choice, Group, NoAssignment, Problem
+from autopar.planner.search.placements_ilp import solve
 
 
 def random_problem(seed: int) -> Problem:

@@ -5,7 +5,7 @@ from itertools import combinations
 from math import inf
 
 import pytest
-from autopar.planner.search.placements_ilp import NoAssignment
+from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.stages_ilp import Cutting, cut_by_ilp, cut_by_search, objective
 
 
