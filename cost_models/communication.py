@@ -7,8 +7,8 @@ the unreduced one for reduce_scatter, the local one for all_to_all, what is sent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from math import ceil, log2
+from functools import lru_cache
+from math import ceil, gcd, log2
 
 from .hardware import Cluster, Link, Network
 
@@ -21,41 +21,68 @@ class Group:
     """Where the ranks of a group sit: `ranks_per_node` of them on each of `nodes` nodes.
 
     `groups_per_node`: how many such groups share the NICs of a node at the same time; together they own all of them.
+    `boards`: how many boards of a node its ranks there lie on.
     """
 
     size: int
     ranks_per_node: int
     nodes: int
     groups_per_node: int
+    boards: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.size, self.ranks_per_node, self.nodes, self.groups_per_node) < 1:
+        if min(self.size, self.ranks_per_node, self.nodes, self.groups_per_node, self.boards) < 1:
             raise ValueError(f"a group has positive counts: {self}")
         if self.ranks_per_node * self.nodes < self.size:
             raise ValueError(f"{self.nodes} nodes of {self.ranks_per_node} ranks do not hold {self.size} ranks")
 
 
-def axis_group(size: int, stride: int, cluster: Cluster) -> Group:
+def axis_group(size: int, stride: int, cluster: Cluster, *, world_size: int | None = None) -> Group:
     """The group of a mesh axis: ranks b, b + stride, ... (tp has stride 1, dp stride TP, pp stride DP * TP).
 
-    Where groups differ (an axis that does not fit into nodes evenly), the most spread one is taken.
+    Where groups differ (an axis that does not fit into nodes evenly) the most spread one is taken: of all groups of a
+    `world_size`, else of those that begin in the first `stride` ranks.
     """
-    return _axis_group(size, stride, cluster.gpus_per_node)
+    period = cluster.gpus_per_node // gcd(size * stride, cluster.gpus_per_node)
+    blocks = 1 if world_size is None else min(period, max(1, world_size // (size * stride)))
+    bases = tuple(block * size * stride for block in range(blocks))
+    return _most_spread(size, stride, bases, cluster.gpus_per_node, _gpus_per_board(cluster))
 
 
-@cache
-def _axis_group(size: int, stride: int, gpus_per_node: int) -> Group:
-    if size * stride <= gpus_per_node:
-        return Group(size=size, ranks_per_node=size, nodes=1, groups_per_node=max(1, gpus_per_node // size))
-    if stride >= gpus_per_node:
-        return Group(size=size, ranks_per_node=1, nodes=size, groups_per_node=gpus_per_node)
-    nodes = 1
-    for first in range(stride):
-        # The pattern of one stride's worth of bases covers every alignment when the axis starts at rank 0.
-        nodes = max(nodes, len({(first + i * stride) // gpus_per_node for i in range(size)}))
+def edge_group(stage: int, stride: int, cluster: Cluster) -> Group:
+    """The two ranks of a pipeline edge, stage -> stage + 1; the ranks of a stage are `stride` = DP * TP neighbours.
+
+    Within a node some edges cross to the next node and some do not; the slowest pair of an edge counts.
+    """
+    return _most_spread(2, stride, (stage * stride,), cluster.gpus_per_node, _gpus_per_board(cluster))
+
+
+def _gpus_per_board(cluster: Cluster) -> int:
+    boards = cluster.intra_node.boards
+    return boards.gpus_per_board if boards else cluster.gpus_per_node
+
+
+@lru_cache(maxsize=1 << 14)
+def _most_spread(size: int, stride: int, bases: tuple[int, ...], gpus_per_node: int, gpus_per_board: int) -> Group:
+    """Of the groups that start in the `stride` ranks from one of `bases`, the one on most nodes and boards."""
+    nodes, boards = 1, 1
+    # Starts a whole node apart are alike.
+    for first in (base + i for base in bases for i in range(min(stride, gpus_per_node))):
+        if stride >= gpus_per_node:
+            nodes = size
+            break
+        ranks = range(first, first + size * stride, stride)
+        on_nodes = {rank // gpus_per_node for rank in ranks}
+        nodes = max(nodes, len(on_nodes))
+        boards = max(boards, ceil(len({rank // gpus_per_board for rank in ranks}) / len(on_nodes)))
     ranks_per_node = ceil(size / nodes)
+    beside = max(1, gpus_per_node // ranks_per_node)
     return Group(
-        size=size, ranks_per_node=ranks_per_node, nodes=nodes, groups_per_node=max(1, gpus_per_node // ranks_per_node)
+        size=size,
+        ranks_per_node=ranks_per_node,
+        nodes=nodes,
+        groups_per_node=min(beside, stride) if nodes > 1 else beside,  # only `stride` groups interleave
+        boards=boards,
     )
 
 
@@ -87,20 +114,30 @@ def _ring_volume(op: str, size: int) -> float:
     return (size - 1) / size
 
 
+def _inside_rate(rate: float, group: Group, link: Link) -> float:
+    return min(rate, link.boards.bytes_per_second) if group.boards > 1 and link.boards is not None else rate
+
+
 def _inside_node(op: str, num_bytes: float, group: Group, link: Link) -> float:
+    bandwidth = _inside_rate(link.send_bytes_per_second if op == "send" else link.bus(group.size), group, link)
+    latency = link.latency_seconds
+    if group.boards > 1 and link.boards is not None:
+        latency += link.boards.latency_seconds
     if op == "send":
-        return link.latency_seconds + num_bytes / link.send_bytes_per_second
-    moving = _ring_volume(op, group.size) * num_bytes / link.bus(group.size)
+        return latency + num_bytes / bandwidth
+    moving = _ring_volume(op, group.size) * num_bytes / bandwidth
     if op == "all_reduce" and link.all_reduce_bytes_per_second is not None:
         moving = min(moving, num_bytes / link.all_reduce_bytes_per_second)
     # Small messages go by a protocol that starts at once and runs at half the bandwidth.
-    latency = link.latency_seconds + group.size * link.latency_per_rank_seconds
+    latency += group.size * link.latency_per_rank_seconds
     return latency + min(2 * moving, link.ramp_seconds + moving)
 
 
 def _across_nodes(op: str, num_bytes: float, group: Group, link: Link, network: Network) -> float:
     share = network.node_bytes_per_second / group.groups_per_node
-    inside = link.bus(group.ranks_per_node) if group.ranks_per_node > 1 else link.send_bytes_per_second
+    inside = _inside_rate(
+        link.bus(group.ranks_per_node) if group.ranks_per_node > 1 else link.send_bytes_per_second, group, link
+    )
     if op == "send":
         # One rank of each group sends across, through the NICs beside it.
         own = network.nic_bytes_per_second * max(

@@ -95,7 +95,12 @@ def load_cluster(
     if intra_node_gb_per_second is not None:
         rate = intra_node_gb_per_second * GB
         link = replace(
-            link, bytes_per_second=rate, by_ranks=(), all_reduce_bytes_per_second=None, send_bytes_per_second=rate
+            link,
+            bytes_per_second=rate,
+            by_ranks=(),
+            all_reduce_bytes_per_second=None,
+            send_bytes_per_second=rate,
+            boards=None,
         )
     if nics_per_node is not None or nic_gbit_per_second is not None:
         if network is None:

@@ -14,6 +14,15 @@ GIGABIT = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Boards:
+    """Parts of a node (two boards, bridged pairs): a group that spans several runs at the rate between them."""
+
+    gpus_per_board: int
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A link inside a node, as collectives see it.
 
@@ -32,6 +41,7 @@ class Link:
     ramp_seconds: float
     by_ranks: tuple[tuple[int, float], ...] = ()
     all_reduce_bytes_per_second: float | None = None
+    boards: Boards | None = None
 
     def bus(self, ranks: int) -> float:
         """Bus bandwidth of a group of `ranks` ranks: of the smallest listed group that is not smaller."""
@@ -103,7 +113,7 @@ class Cluster:
 def parse_link(table: Table, gpus_per_node: int) -> Link:
     table.check_keys(
         ("kind", "bus_gb_per_second", "bus_gb_per_second_by_ranks", "all_reduce_gb_per_second", "send_gb_per_second")
-        + ("latency_microseconds", "latency_per_rank_microseconds", "ramp_microseconds")
+        + ("latency_microseconds", "latency_per_rank_microseconds", "ramp_microseconds", "boards")
     )
     kind = table.text("kind")
     if kind not in INTRA_KINDS:
@@ -130,6 +140,19 @@ def parse_link(table: Table, gpus_per_node: int) -> Link:
         all_reduce_bytes_per_second=(
             table.number("all_reduce_gb_per_second") * GB if table.has("all_reduce_gb_per_second") else None
         ),
+        boards=_parse_boards(table.table("boards"), gpus_per_node) if table.has("boards") else None,
+    )
+
+
+def _parse_boards(table: Table, gpus_per_node: int) -> Boards:
+    table.check_keys(("gpus_per_board", "bus_gb_per_second", "latency_microseconds"))
+    gpus_per_board = table.count("gpus_per_board")
+    if gpus_per_node % gpus_per_board:
+        raise table.fail("gpus_per_board", f"is {gpus_per_board}; it must divide the {gpus_per_node} GPUs of a node")
+    return Boards(
+        gpus_per_board=gpus_per_board,
+        bytes_per_second=table.number("bus_gb_per_second") * GB,
+        latency_seconds=table.number("latency_microseconds", is_low_ok=True) * MICROSECOND,
     )
 
 

@@ -5,8 +5,9 @@ from autopar.cost_models.communication import (
     Group,
     axis_group,
     collective_seconds,
+    edge_group,
     gradient_sync_seconds,
-)  # fmt: skip
+)
 from autopar.cost_models.errors import HardwareError
 from autopar.cost_models.hardware import cluster_names, load_cluster
 from hypothesis import given
@@ -68,6 +69,29 @@ def test_groups_hold_their_ranks(size: int, stride: int) -> None:
     assert group.ranks_per_node * group.groups_per_node <= 8
     nodes = {i * stride // 8 for i in range(size)}
     assert group.nodes >= len(nodes)
+
+
+def test_groups_that_do_not_fit_into_nodes() -> None:
+    assert axis_group(3, 1, H100).nodes == 1
+    assert axis_group(3, 1, H100, world_size=24).nodes == 2  # ranks 6, 7, 8
+    assert axis_group(2, 1, H100, world_size=24).nodes == 1
+
+
+def test_pipeline_edges_cross_nodes_where_they_lie() -> None:
+    assert [edge_group(stage, 4, H100).nodes for stage in range(3)] == [1, 2, 1]
+    assert edge_group(1, 4, H100).groups_per_node == 4
+    assert edge_group(0, 8, H100) == Group(size=2, ranks_per_node=1, nodes=2, groups_per_node=8)
+    inside, across = (collective_seconds("send", 10**8, edge_group(stage, 4, H100), H100) for stage in (0, 1))
+    assert across > inside
+
+
+def test_a_group_over_boards_runs_at_the_rate_between_them() -> None:
+    pairs = load_cluster("h100-nvl")
+    boards = [axis_group(size, stride, pairs).boards for size, stride in ((2, 1), (2, 2), (4, 1), (8, 1))]
+    assert boards == [1, 2, 2, 4]
+    near, far = (collective_seconds("all_reduce", 10**9, axis_group(2, stride, pairs), pairs) for stride in (1, 2))
+    assert far > 2 * near
+    assert axis_group(16, 1, pairs).boards == 4
 
 
 def test_a_group_over_nodes_owns_all_their_nics() -> None:
