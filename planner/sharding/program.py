@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
 from .mesh import Axis, Mesh
-from .placement import REPLICATED, Layout, Pair, local_type, normal, parse_pair
+from .placement import REPLICATED, Layout, Pair, can_split, local_type, normal, parse_pair
 from .redistribute import Change, CollectiveUse, changes
 from .rules import Call, Option, label_groups, options_of, rule_of
 from .rules.registry import same_call
@@ -102,7 +102,12 @@ def option_named(node: Node, operands: Sequence[TensorType], label: str) -> Opti
 def node_layouts(
     template: Template, node: Node, placement: TemplatePlacement, axes: Sequence[Axis]
 ) -> tuple[list[dict[str, Pair]], list[dict[str, Pair]]]:
-    """Layouts of the node's operands (as it wants them) and outputs (as it makes them)."""
+    """Layouts of the node's operands (as it wants them) and outputs (as it makes them).
+
+    Raises:
+        KeyError: the operation has no option with the label.
+        ValueError: a split does not divide, or cuts through the runs that another axis splits.
+    """
     chosen = placement.get(node.name, {})
     operand_types = [template.type_of(ref) for ref in node.operands]
     wants: list[dict[str, Pair]] = [{} for _ in node.operands]
@@ -116,6 +121,10 @@ def node_layouts(
             place[axis.name] = normal(pair, value.requires_grad)
         for place, pair, value in zip(makes, option.outputs, node.outputs, strict=True):
             place[axis.name] = normal(pair, value.requires_grad)
+    for layout, value in zip((*wants, *makes), (*operand_types, *node.outputs), strict=True):
+        if not can_split(value, layout, axes):
+            pairs = ", ".join(f"{axis.name}={axis.size}: {layout[axis.name]}" for axis in axes if axis.name in layout)
+            raise ValueError(f"{node.name}: shape {value.shape} cannot be split as {pairs}")
     return wants, makes
 
 
