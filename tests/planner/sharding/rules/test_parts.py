@@ -41,7 +41,7 @@ CASES = (
 
 @pytest.mark.gloo
 def test_parts_are_exact_on_every_option() -> None:
-    assert check(CASES) > 500
+    assert check(CASES) > 200
 
 
 def test_a_fused_projection_splits_in_every_piece() -> None:

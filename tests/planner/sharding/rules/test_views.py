@@ -38,7 +38,7 @@ CASES = (
 
 @pytest.mark.gloo
 def test_views_are_exact_on_every_option() -> None:
-    assert check(CASES) > 500
+    assert check(CASES) > 200
 
 
 def test_flattening_turns_a_split_of_the_minor_dim_into_one_with_groups() -> None:
