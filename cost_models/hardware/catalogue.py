@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, GIB
-from .cluster import GIGABIT, Cluster, parse_link, parse_network
+from .cluster import GIGABIT, Cluster, Link, Network, parse_link, parse_network
 from .gpu import Gpu, parse_gpu
 from .toml_file import Table, nearest, open_table
 
@@ -70,56 +70,73 @@ def load_cluster(
     """A cluster by catalogue name or file, with single facts overridden.
 
     Raises:
-        HardwareError: no such cluster (the nearest names are listed), a file or an override that makes no
-            sense.
+        HardwareError: no such cluster (the nearest names are listed), or a file or override that makes no sense.
     """
-    path = _find(name_or_path, "clusters", "cluster")
-    cluster = _parse_cluster(path)
+    cluster = _parse_cluster(_find(name_or_path, "clusters", "cluster"))
     overrides = {
         "hbm_gib": hbm_gib, "gpus_per_node": gpus_per_node, "nics_per_node": nics_per_node,
         "nic_gbit_per_second": nic_gbit_per_second, "intra_node_gb_per_second": intra_node_gb_per_second,
         "sustained_fraction": sustained_fraction,
     }  # fmt: skip
-    for name, value in overrides.items():
-        if value is not None and not 0 < value < float("inf"):
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
             raise HardwareError(f"{name} is {value}; it must be more than 0")
-    if sustained_fraction is not None and sustained_fraction > 1:
-        raise HardwareError(f"sustained_fraction is {sustained_fraction}; it must be at most 1")
-    gpu, link, network = cluster.gpu, cluster.intra_node, cluster.inter_node
-    if hbm_gib is not None:
-        if hbm_gib * GIB <= gpu.overhead_bytes:
-            raise HardwareError(f"hbm_gib {hbm_gib} is less than context and libraries take on {gpu.name}")
-        gpu = replace(gpu, hbm_bytes=int(hbm_gib * GIB))
-    if sustained_fraction is not None:
-        gpu = replace(gpu, sustained_fraction=sustained_fraction)
-    if intra_node_gb_per_second is not None:
-        rate = intra_node_gb_per_second * GB
-        link = replace(
-            link,
-            bytes_per_second=rate,
-            by_ranks=(),
-            all_reduce_bytes_per_second=None,
-            send_bytes_per_second=rate,
-            boards=None,
+    boards = cluster.intra_node.boards
+    if gpus_per_node is not None and boards is not None and gpus_per_node % boards.gpus_per_board:
+        raise HardwareError(
+            f"gpus_per_node is {gpus_per_node}; {cluster.name} has boards of {boards.gpus_per_board} GPUs",
+            fix=f"give a multiple of {boards.gpus_per_board}",
         )
-    if nics_per_node is not None or nic_gbit_per_second is not None:
-        if network is None:
-            raise HardwareError(
-                f"{cluster.name} has no network to override", fix="choose a cluster with an [inter_node] table"
-            )
-        if nics_per_node is not None:
-            network = replace(network, nics_per_node=nics_per_node)
-        if nic_gbit_per_second is not None:
-            network = replace(network, nic_bytes_per_second=nic_gbit_per_second * GIGABIT / BITS_PER_BYTE)
-    given = {name for name, value in overrides.items() if value is not None}
     return replace(
         cluster,
-        gpu=gpu,
+        gpu=_gpu_with(cluster.gpu, hbm_gib, sustained_fraction),
         gpus_per_node=gpus_per_node or cluster.gpus_per_node,
-        intra_node=link,
-        inter_node=network,
+        intra_node=_link_with(cluster.intra_node, intra_node_gb_per_second),
+        inter_node=_network_with(cluster, nics_per_node, nic_gbit_per_second),
         sources=cluster.sources + tuple((name, "given by the user") for name in sorted(given)),
     )
+
+
+def _gpu_with(gpu: Gpu, hbm_gib: float | None, sustained_fraction: float | None) -> Gpu:
+    if sustained_fraction is not None:
+        if sustained_fraction > 1:
+            raise HardwareError(f"sustained_fraction is {sustained_fraction}; it must be at most 1")
+        gpu = replace(gpu, sustained_fraction=sustained_fraction)
+    if hbm_gib is None:
+        return gpu
+    if hbm_gib * GIB <= gpu.overhead_bytes:
+        raise HardwareError(f"hbm_gib {hbm_gib} is less than context and libraries take on {gpu.name}")
+    return replace(gpu, hbm_bytes=int(hbm_gib * GIB))
+
+
+def _link_with(link: Link, gb_per_second: float | None) -> Link:
+    if gb_per_second is None:
+        return link
+    rate = gb_per_second * GB
+    return replace(
+        link,
+        bytes_per_second=rate,
+        send_bytes_per_second=rate,
+        by_ranks=(),
+        all_reduce_bytes_per_second=None,
+        boards=None,
+    )
+
+
+def _network_with(cluster: Cluster, nics: int | None, gbit_per_second: float | None) -> Network | None:
+    network = cluster.inter_node
+    if nics is None and gbit_per_second is None:
+        return network
+    if network is None:
+        raise HardwareError(
+            f"{cluster.name} has no network to override", fix="choose a cluster with an [inter_node] table"
+        )
+    if nics is not None:
+        network = replace(network, nics_per_node=nics)
+    if gbit_per_second is not None:
+        network = replace(network, nic_bytes_per_second=gbit_per_second * GIGABIT / BITS_PER_BYTE)
+    return network
 
 
 @cache

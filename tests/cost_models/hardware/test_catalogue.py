@@ -120,6 +120,12 @@ def test_nonsensical_overrides(override: dict[str, float]) -> None:
         load_cluster("h100-sxm", **override)
 
 
+def test_boards_stay_whole() -> None:
+    assert load_cluster("h100-nvl", gpus_per_node=4).gpus_per_node == 4
+    with pytest.raises(HardwareError, match="boards of 2"):
+        load_cluster("h100-nvl", gpus_per_node=5)
+
+
 def test_no_network_to_override() -> None:
     with pytest.raises(HardwareError, match="no network"):
         load_cluster("cpu-local", nic_gbit_per_second=10)
