@@ -14,7 +14,7 @@ from ...capture.graph import Arg, Node, TensorType
 from ..placement import split
 from .factors import run_option
 from .registry import AxisRef, Call, Labels, LocalTypes, OpRule, Option, Saved, register
-from .schema import arguments, axes_of, has_tensor, seed_over
+from .schema import arguments, axes_of, has_tensor, one_axis_of, seed_over
 
 SCHEMA: Mapping[str, Arg] = {
     "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
@@ -73,11 +73,10 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
             kwargs += ((name, given[name]),)
     is_random = given["dropout_p"] != 0.0
     seed: tuple[tuple[str, Arg], ...] = (("seed", seed_over(splits)),) if is_random else ()
-    rows = axes_of(labels, "q")
-    if rows and given["is_causal"]:
+    if given["is_causal"] and (rows := one_axis_of(labels, "q")):
         if is_random:
             kwargs += (("dropout_p", given["dropout_p"]),)
-        args = (given["query"], given["key"], given["value"], AxisRef(rows[0]))
+        args = (given["query"], given["key"], given["value"], AxisRef(rows))
         return Call(target="causal_attention_rows", args=args, kwargs=kwargs + seed)
     args = tuple(given[name] for name in list(SCHEMA)[:6])
     return Call(target="seeded_attention" if is_random else node.op, args=args, kwargs=kwargs + seed)

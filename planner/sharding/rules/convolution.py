@@ -10,12 +10,13 @@ from ...capture.graph import Arg, Node
 from ..placement import split
 from ..redistribute import CollectiveUse
 from .factors import factor_options, run_option, size_of
-from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register
+from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
 from .schema import arguments, expanded, has_tensor, named_operands
 from .windows import Windows, halo_axes, halo_collectives, spatial_options
 
 SCHEMA: Mapping[str, Arg] = {
-    "input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
+    "input": None, "weight": None, "bias": None, "stride": (1,), "padding": (0,), "dilation": (1,),
+    "groups": 1,
 }  # fmt: skip
 NUM_DIMS = {f"aten.conv{n}d.{overload}": n for n in (1, 2, 3) for overload in ("default", "padding")}
 
@@ -50,7 +51,8 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
     groups = int(given["groups"]) // size_of("g", labels, sizes)  # type: ignore[call-overload]
     axes = halo_axes(count, labels)
     if not any(axes):
-        return Call(target=node.op, args=tuple({**given, "groups": groups}.values()))
+        local = Call(target=node.op, args=tuple({**given, "groups": groups}.values()))
+        return same_call(node, labels, outputs, sizes) if groups == given["groups"] else local
     stride, padding, dilation = (expanded(given[name], count) for name in ("stride", "padding", "dilation"))
     args = (given["input"], given["weight"], stride, padding, dilation, groups, axes)
     return Call(target="convolution_halo", args=args)

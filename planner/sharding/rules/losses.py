@@ -15,7 +15,7 @@ from ..placement import PARTIAL, SUMMED_GRADIENT, split
 from ..redistribute import CollectiveUse
 from .factors import aligned, factor_options, size_of
 from .registry import AxisRef, Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
-from .schema import arguments, axes_of, has_tensor, named_operands, runtime_call
+from .schema import arguments, has_tensor, named_operands, one_axis_of, runtime_call
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -91,9 +91,9 @@ def _divided(call: Call, node: Node, labels: Labels, sizes: Mapping[str, int], r
 def _class_localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
     schema = _schema(node)
     given = arguments(node, schema)
-    if axes := axes_of(labels, "v"):
+    if axis := one_axis_of(labels, "v"):
         target = "nll_loss_split" if node.op in NLL_OPS else "cross_entropy_split"
-        return runtime_call(target, given, list(schema), AxisRef(axes[0]))
+        return runtime_call(target, given, list(schema), AxisRef(axis))
     return _divided(same_call(node, labels, outputs, sizes), node, labels, sizes, given["reduction"])
 
 

@@ -41,6 +41,18 @@ def axes_of(labels: Labels, *chosen: str) -> tuple[str, ...]:
     return tuple(axis for axis, label in labels.items() if plain_label(label) in chosen)
 
 
+def one_axis_of(labels: Labels, label: str) -> str | None:
+    """The axis that took `label`, None for none.
+
+    Raises:
+        ValueError: several did, which the body of the operation cannot do.
+    """
+    axes = axes_of(labels, label)
+    if len(axes) > 1:
+        raise ValueError(f"{label} can be split over one axis only, not over {' and '.join(axes)}")
+    return axes[0] if axes else None
+
+
 def handles(axes: Sequence[str]) -> tuple[AxisRef, ...]:
     return tuple(AxisRef(axis) for axis in axes)
 

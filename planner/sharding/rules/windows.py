@@ -15,6 +15,7 @@ from ..placement import split
 from ..redistribute import CollectiveUse
 from .factors import run_option
 from .registry import AxisRef, Labels, LocalTypes, Option
+from .schema import one_axis_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +75,8 @@ def _most_parts(outs: int, size: int, halo: int) -> int:
 
 def halo_axes(count: int, labels: Labels) -> tuple[AxisRef | None, ...]:
     """For every spatial dim the axis that exchanges its borders, None where there is nothing to exchange."""
-    by_label = {label: AxisRef(axis) for axis, label in labels.items()}
-    return tuple(by_label.get(halo_label(dim)) for dim in range(count))
+    axes = (one_axis_of(labels, halo_label(dim)) for dim in range(count))
+    return tuple(None if axis is None else AxisRef(axis) for axis in axes)
 
 
 def halo_collectives(
