@@ -15,7 +15,7 @@ from ...planner.diff import diff_plans
 from ...planner.diff_tables import diff_tables, headline
 from ...planner.errors import AutoparError, CheckFailed
 from ...planner.plan import Plan
-from ...planner.plan_json import plan_to_json, read_plan, relative_to
+from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
 from ...planner.replay import parse_mesh
 from ..console import Progress, print_note, print_result, print_table, progress
 from ..options import default_folder, parse_assignments
@@ -176,7 +176,7 @@ def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
     from ...planner.replay import request_of
 
     with progress(is_quiet=is_quiet) as report:
-        fresh = make_plan(request_of(committed), report).plan
+        fresh = rounded(make_plan(request_of(committed), report).plan)
     found = diff_plans(committed, fresh)
     if is_json:
         print_result(plan_to_json(replace(fresh, model=committed.model)))
