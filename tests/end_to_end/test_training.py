@@ -1,0 +1,101 @@
+"""The emitted package trained for real, through `bash launch.sh`, beside the user's module in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from autopar.compiler.package import emit_package
+from autopar.compiler.verify.ranks import run_ranks
+from autopar.planner.driver import PlanRequest, make_plan
+from autopar.planner.plan_json import relative_to
+
+GPT = Path(__file__).resolve().parents[2] / "sample_models" / "gpt.py"
+BATCH_SIZE = 16
+STEPS = 50
+LEARNING_RATE = 3e-3
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+
+def single_process_losses(path, batch_size, steps, learning_rate):
+    """The loss of every step of the unsharded module, trained as anyone would."""
+    import itertools
+
+    import torch
+    from autopar.planner.capture.model_file import load_model_file
+
+    torch.set_num_threads(1)
+    loaded = load_model_file(path, "build", {})
+    module = loaded.build("cpu", seed=0)
+    batches = sys.modules[type(module).__module__].training_batches(batch_size, seed=0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, weight_decay=0.01)
+    losses = []
+    for batch in itertools.islice(batches, steps):
+        optimizer.zero_grad()
+        loss = module(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def emit(folder, **request):
+    planned = make_plan(PlanRequest(model=f"{GPT}:build", batch_size=BATCH_SIZE, **request))
+    emit_package(relative_to(planned.plan, folder), planned.graph, folder, force=False)
+    return planned
+
+
+def train(package, *options, seconds=600):
+    """Loss by step of `bash launch.sh`."""
+    command = ["bash", str(package / "launch.sh"), "--device", "cpu", "--json", "--lr", str(LEARNING_RATE), *options]
+    environment = {**os.environ, "TORCHRUN": str(TORCHRUN), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    (losses,), failure = run_ranks(
+        single_process_losses, [(str(GPT), BATCH_SIZE, STEPS, LEARNING_RATE)], timeout_seconds=300
+    )
+    assert failure is None
+    return losses
+
+
+def test_eight_ranks_learn_like_one_process(tmp_path, expected):
+    package = tmp_path / "package"
+    emit(package, gpus=8, mesh={"pp": 2, "dp": 2, "tp": 2})
+    losses = train(package, "--steps", str(STEPS))
+    assert list(losses) == list(range(1, STEPS + 1))
+    for step, want in enumerate(expected, 1):
+        assert losses[step] == pytest.approx(want, rel=1e-3), f"step {step}"
+    assert losses[1] - losses[STEPS] > 1.0
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}], ids=str)
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, expected, mesh):
+    package, checkpoints = tmp_path / "package", tmp_path / "checkpoints"
+    emit(package, gpus=4, mesh=mesh, zero=3)
+    first = train(package, "--steps", "3", "--checkpoint-dir", str(checkpoints))
+    assert [path.name for path in checkpoints.iterdir()] == ["step-3"]
+    second = train(package, "--steps", "6", "--checkpoint-dir", str(checkpoints), "--resume")
+    assert list(first) == [1, 2, 3]
+    assert list(second) == [4, 5, 6]
+    for step, loss in {**first, **second}.items():
+        assert loss == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
+
+
+def test_bad_options_of_the_training_script(tmp_path):
+    package = tmp_path / "package"
+    emit(package, gpus=2, mesh={"pp": 1, "dp": 2, "tp": 1})
+    command = [sys.executable, str(package / "train.py"), "--device", "cpu", "--batch-size", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--batch-size must be a multiple of 2 ranks" in done.stderr
