@@ -1,4 +1,4 @@
-"""The data of the op-level integer program (`placements_ilp.py`): vertices with choices, groups that read a value, an answer."""
+"""The data of the op-level integer program (`placements_ilp.py`): vertices with choices, groups, an answer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A placement problem -> a smaller one with the same optimum: sources and unary chains are merged into their consumer.
 
-A value that only one operand reads ties two vertices together. If the producer reads nothing (a parameter), or the consumer
-reads nothing else (a view, an activation function), the two become one vertex whose choices are the cheapest pairs of
-choices for each combination of what the pair shows to the rest: what the producer wants, what the consumer makes. Ties are
-priced here, once, so that the answer is the same whether or not vertices were merged.
+A value that only one operand reads ties two vertices together. If the producer reads nothing (a parameter), or the
+consumer reads nothing else (a view, an activation function), the two become one vertex whose choices are the cheapest
+pairs of choices for each combination of what the pair shows to the rest: what the producer wants, what the consumer
+makes. Ties are priced here, once, so that the answer is the same whether or not vertices were merged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reduced:
 @dataclass(slots=True)
 class _Vertex:
     choices: list[tuple[Choice, Picks]]
-    operands: set[int] = field(default_factory=set)  # positions that are still read
+    operands: dict[int, int] = field(default_factory=dict)  # position -> groups that feed it, of those still read
 
 
 def reduce(problem: Problem, alive: Sequence[Sequence[int]], seconds_per_byte: float, *, merge: bool) -> Reduced:
@@ -60,7 +60,7 @@ def reduce(problem: Problem, alive: Sequence[Sequence[int]], seconds_per_byte: f
         vertices[n] = _Vertex(made)
     for group in problem.groups:
         for n, j in group.consumers:
-            vertices[n].operands.add(j)
+            vertices[n].operands[j] = vertices[n].operands.get(j, 0) + 1
     groups = list(problem.groups)
     if merge:
         groups = _merge_all(vertices, groups)
@@ -119,7 +119,9 @@ def _merge(vertices: dict[int, _Vertex], group: Group) -> bool:
     """Merge the producer of an edge into its consumer, in place; False where that is not possible."""
     (u, output), ((v, operand),) = group.producer, group.consumers
     producer, consumer = vertices[u], vertices[v]
-    is_source, is_unary = not producer.operands, consumer.operands == {operand}
+    # An input of a repeated block is fed by the block before and by what comes before the first: that is no edge.
+    is_source = not producer.operands and consumer.operands[operand] == 1
+    is_unary = consumer.operands == {operand: 1}
     if not is_source and not is_unary:
         return False
     best: dict[tuple[object, ...], tuple[Choice, Picks]] = {}
@@ -132,7 +134,8 @@ def _merge(vertices: dict[int, _Vertex], group: Group) -> bool:
     if not best:
         return False  # the solver will say that nothing fits together
     consumer.choices = list(best.values())
-    consumer.operands = consumer.operands - {operand} if is_source else set(producer.operands)
+    kept = {position: feeds for position, feeds in consumer.operands.items() if position != operand}
+    consumer.operands = kept if is_source else dict(producer.operands)
     return True
 
 

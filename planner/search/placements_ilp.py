@@ -24,8 +24,9 @@ makes q, k and v after one all_gather cost one all_gather. A back edge of a repe
 are no problem.
 
 Before the solver sees it, choices are removed that no neighbour can serve (arc consistency), or that another choice
-with the same states beats; sources and unary chains are merged (`chains.py`). The LP relaxation is solved first; only a fractional answer goes to branch and bound. Ties
-are broken by a price far below any real one, for earlier choices and for fewer conversions.
+with the same states beats; sources and unary chains are merged (`chains.py`). The LP relaxation is solved first; only
+a fractional answer goes to branch and bound. Ties are broken by a price far below any real one, for earlier choices
+and for fewer conversions.
 """
 
 from __future__ import annotations

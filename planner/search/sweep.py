@@ -294,7 +294,7 @@ class _Sweep:
         return placements
 
     def _must_split(self, mesh: Mesh, axis: str) -> bool:
-        """Whether the axis is there for certain: pinned, or the only one. Otherwise a mesh that wastes it is dropped."""
+        """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
         return axis in self.setting.pins.mesh or mesh.sizes[axis] == self.setting.gpus
 
     def _solve_axes(

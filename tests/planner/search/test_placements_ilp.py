@@ -20,8 +20,10 @@ def random_problem(seed: int) -> Problem:
         for source in rng.sample(range(vertex), min(vertex, rng.randint(1, 2))):
             edges[source].append((vertex, num_operands[vertex]))
             num_operands[vertex] += 1
+    # As at the input of a repeated block: fed by what comes before the first one, and by the end of the block.
     back = (0, num_operands[0])
     num_operands[0] += 1
+    feeds_input = rng.random() < 0.5
     choices = tuple(
         tuple(
             Choice(
@@ -50,6 +52,14 @@ def random_problem(seed: int) -> Problem:
         if readers
     ]
     groups.append(Group(producer=(count - 1, 0), consumers=(back,), weight=3.0, prices=prices()))
+    if feeds_input:
+        entry = tuple(
+            Choice(label=k, outputs=(rng.choice(states),), cost_seconds=rng.random() * 1e-3, memory_bytes=10.0)
+            for k in range(3)
+        )
+        choices = (*choices, entry)
+        groups.append(Group(producer=(count, 0), consumers=(back,), weight=1.0, prices=prices()))
+        count += 1
     return Problem(names=tuple(str(n) for n in range(count)), choices=choices, groups=tuple(groups))
 
 
