@@ -95,7 +95,8 @@ class Change:
 def changes(value: TensorType, source: Layout, target: Layout, axes: Sequence[Axis]) -> tuple[Change, ...]:
     """The cheapest legal order of one-axis conversions from `source` to `target`, with local types between.
 
-    Several axes on one dim: splits are undone minor axis first and made major axis first. Ties keep mesh order.
+    Several axes on one dim: splits are undone minor axis first and made major axis first. Ties keep mesh order. Where no
+    order is legal (a major axis is to split a dim that a minor one splits already), some axes go by way of R.
 
     Raises:
         KeyError: some axis has no such conversion, or no order is legal.
@@ -113,9 +114,37 @@ def changes(value: TensorType, source: Layout, target: Layout, axes: Sequence[Ax
         cost = sum(use.num_bytes for step, axis in zip(steps, order, strict=True) for use in step.collectives(axis))
         if best is None or cost < best[0]:
             best = cost, steps
-    if best is None:
-        raise KeyError(f"no legal order of conversions from {dict(source)} to {dict(target)}")
-    return best[1]
+    if best is not None:
+        return best[1]
+    return _by_way_of_replicated(value, dict(source), target, axes)
+
+
+def _by_way_of_replicated(
+    value: TensorType, source: dict[str, Pair], target: Layout, axes: Sequence[Axis]
+) -> tuple[Change, ...]:
+    """The fewest conversions, breadth first, where every axis but a time axis may be R on the way."""
+    paths: list[tuple[dict[str, Pair], tuple[Change, ...]]] = [(source, ())]
+    seen = [_key(source, axes)]
+    goal = _key(target, axes)
+    for state, steps in paths:
+        if _key(state, axes) == goal:
+            return steps
+        for axis in axes:
+            wanted = target.get(axis.name, REPLICATED)
+            for pair in (wanted,) if axis.is_time else (wanted, REPLICATED):
+                current = state.get(axis.name, REPLICATED)
+                if pair == current or not has_conversion(current, pair):
+                    continue
+                following = dict(state)
+                step = tuple(_walk(value, following, {axis.name: pair}, (axis,), axes))
+                if step and _key(following, axes) not in seen:
+                    seen.append(_key(following, axes))
+                    paths.append((following, steps + step))
+    raise KeyError(f"no legal order of conversions from {dict(source)} to {dict(target)}")
+
+
+def _key(layout: Layout, axes: Sequence[Axis]) -> tuple[Pair, ...]:
+    return tuple(layout.get(axis.name, REPLICATED) for axis in axes)
 
 
 def _walk(
