@@ -336,20 +336,29 @@ def layout(code: str, indent: str, note: str = "") -> list[str]:
 
 
 def _broken(code: str, indent: str) -> list[str]:
-    """Break at the last bracket pair of the statement: arguments on one line if they fit, else one a line."""
+    """Break at the last bracket pair of the statement: arguments on one line if they fit, else one item a line."""
     opening, closing = _outer_brackets(code)
     if opening < 0:
         return [f"{indent}{code}"]
     head, inner, tail = code[: opening + 1], code[opening + 1 : closing], code[closing:]
     deeper = indent + INDENT
-    parts = _split_commas(inner)
-    had_comma = inner.rstrip().endswith(",")
-    if len(deeper) + len(inner) <= LINE_WIDTH and not had_comma:
+    is_call = opening > 0 and (code[opening - 1].isalnum() or code[opening - 1] in "_])")
+    if is_call and len(deeper) + len(inner) <= LINE_WIDTH and not inner.endswith(","):
         return [f"{indent}{head}", f"{deeper}{inner}", f"{indent}{tail}"]
+    parts = _split_commas(inner)
+    if len(parts) == 1 and " for " in inner and not is_call:  # a comprehension
+        return [f"{indent}{head}", *_comprehension(inner, deeper), f"{indent}{tail}"]
     lines = [f"{indent}{head}"]
     for part in parts:
         lines.extend(_element(part, deeper))
     return [*lines, f"{indent}{tail}"]
+
+
+def _comprehension(inner: str, indent: str) -> list[str]:
+    if len(indent) + len(inner) <= LINE_WIDTH:
+        return [f"{indent}{inner}"]
+    item, _, rest = inner.rpartition(" for ")
+    return [f"{indent}{item}", f"{indent}for {rest}"]
 
 
 def _element(part: str, indent: str) -> list[str]:

@@ -78,6 +78,8 @@ def converted_name(name: str, change: Change, *, is_kept: bool) -> str:
     """A value keeps its name through a conversion, unless the original is still needed."""
     if not is_kept:
         return name
+    if not change.conversion.forward:
+        return f"{name}_again"
     return f"{name}_{'part' if change.target.is_split else 'sum' if change.target.kind == 'P/R' else 'full'}"
 
 
@@ -155,7 +157,7 @@ def _free_dims(step: Compute, scope: Scope) -> tuple[int, ...]:
     layout = step.results[0].layout
     dims = {layout[axis].dim for axis in ("dp", MICROBATCH) if axis in layout and layout[axis].is_split}
     shape = step.node.output.shape
-    if not dims and not scope.handles.get("dp") and shape and shape[0] == scope.batch_size:
+    if not dims and not scope.handles.get("dp") and shape and shape[0] % scope.batch_size == 0:
         dims = {0}
     return tuple(sorted(dims))
 

@@ -35,7 +35,11 @@ def weights(*, by_name: bool) -> str:
 
 _PARAMETER_TP = '''\
 def parameter(
-    mesh: DeviceMesh, placement: Shard | Replicate, *shape: int, dtype: torch.dtype | None = None, requires_grad: bool = True
+    mesh: DeviceMesh,
+    placement: Shard | Replicate,
+    *shape: int,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = True,
 ) -> nn.Parameter:
     """A parameter of this global shape, placed on the tp axis and not yet filled."""
     sizes = list(shape)
@@ -86,6 +90,8 @@ def build_stage(*, stages: Sequence[str], fsdp: bool, blocks: Sequence[str], tie
             "    for module in stage.modules():",
             "        if isinstance(module, FSDPModule):",
             "            module.set_gradient_divide_factor(1.0)",
+            "            # A plain sum: gloo has no other reduction in float32, and none is needed.",
+            "            module.set_force_sum_reduction_for_comms(True)",
         ]
     if tied:
         lines.append("    stage.tied_groups = tied_groups(mesh)")
@@ -261,7 +267,10 @@ def _run_pipeline() -> list[str]:
         "    numbers = torch.arange(MICROBATCHES)",
         '    is_last = mesh["pp"].get_local_rank() == PP - 1',
         "    stage.schedule.step(",
-        "        microbatch=numbers, target=numbers if is_last else None, losses=losses if is_last else None, return_outputs=False",
+        "        microbatch=numbers,",
+        "        target=numbers if is_last else None,",
+        "        losses=losses if is_last else None,",
+        "        return_outputs=False,",
         "    )",
         "    device = next((value.device for value in inputs.values()), None)",
         "    loss = torch.stack(losses).sum().detach() if is_last else torch.zeros((), device=device)",
@@ -299,9 +308,8 @@ def reduce_gradients(axes: Sequence[str], *, tied: bool, distributed: bool) -> s
         lines += [
             f"    for axis in {literal(tuple(axes))}:",
             "        partial = [",
-            "            module.get_parameter(name)",
-            "            for module in stage.modules()",
-            '            for name in getattr(module, f"partial_{axis}", ())',
+            "            module.get_parameter(name) for module in stage.modules() "
+            'for name in getattr(module, f"partial_{axis}", ())',
             "        ]",
             "        gradients = [local_gradient(p) for p in partial if p.grad is not None]",
             "        for dtype in sorted({g.dtype for g in gradients}, key=str):",
@@ -345,10 +353,11 @@ def clip_gradients(*, distributed: bool, replicated_dp: bool, tied: bool, world:
         '    """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""',
         "    gradients = [local_gradient(p) for p in stage.parameters() if p.grad is not None]",
         "    device = next((g.device for g in gradients), torch.device(mesh.device_type))",
-        "    total = torch.zeros((), dtype=torch.float32, device=device)",
+        "    dtype = torch.promote_types(torch.float32, torch.get_default_dtype())",
+        "    total = torch.zeros((), dtype=dtype, device=device)",
         "    for name, p in stage.named_parameters():" if counted else "    for p in stage.parameters():",
         f"        if {condition}:",
-        "            total += local_gradient(p).float().square().sum()",
+        "            total += local_gradient(p).to(dtype).square().sum()",
     ]
     if world > 1:
         lines.append("    dist.all_reduce(total)")

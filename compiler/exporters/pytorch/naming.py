@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -10,6 +11,7 @@ from ....planner.capture.graph import Kind, Node, Ref, Template
 from ...source import assigned_names, identifier
 
 
+VIEWS = ("reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t", "clone", "_to_copy", "to")
 BUILTINS = frozenset(dir(builtins))
 
 
@@ -18,21 +20,23 @@ def value_names(template: Template) -> dict[Ref, str]:
     names: dict[Ref, str] = {}
     for node in template.nodes:
         for index in range(len(node.outputs)):
-            names[Ref(node.name, index)] = _fallback(node)
-    for node in template.of_kind(Kind.INPUT):
-        names[Ref(node.name)] = identifier(node.name.rpartition(".")[2], "x")
+            is_input = node.kind is Kind.INPUT
+            name = identifier(node.name.rpartition(".")[2], "x") if is_input else _fallback(node, names)
+            names[Ref(node.name, index)] = name
     if template.outputs and template.type_of(template.outputs[0]).requires_grad:
         names[template.outputs[0]] = "x"
     names.update(_user_names(template))
     return {ref: "total" if name == "sum" else f"{name}_" if name in BUILTINS else name for ref, name in names.items()}
 
 
-def _fallback(node: Node) -> str:
-    """The module that made the value, or the operation where no module did."""
+def _fallback(node: Node, names: dict[Ref, str]) -> str:
+    """The module that made the value; where none did, what a view looks at, or the operation."""
     if node.kind is not Kind.OP:
         return identifier("_".join(node.name.split(".")[-2:]))
     parts = [part for part in node.module.split(".") if part and not part.isdigit()]
     operation = node.op.split(".")[1] if node.op.count(".") > 1 else node.op
+    if operation in VIEWS and node.operands:
+        return names[node.operands[0]]
     return identifier(parts[-1] if parts else operation.lstrip("_"))
 
 
@@ -40,12 +44,22 @@ def _user_names(template: Template) -> Iterator[tuple[Ref, str]]:
     """`q, k, v = f(x)` names the values that leave this line, in order, if there are as many as it assigns."""
     operations = [node for node in template.nodes if node.kind is Kind.OP]
     readers = template.consumers()
-    for source, group in groupby(operations, key=lambda node: node.source):
-        names = assigned_names(source.partition(": ")[2])
-        if names:
-            leaving = _leaving(template, list(group), readers)
+    # `x = x + self.attn(self.ln_1(x))` comes up twice, around the operations of attn: the last time it is assigned.
+    groups = {source: list(group) for source, group in groupby(operations, key=lambda node: node.source)}
+    for source, group in groups.items():
+        code = source.partition(": ")[2]
+        names = assigned_names(code)
+        if names and not _is_inner_call(code, template.pattern.rpartition(".")[2]):
+            leaving = _leaving(template, group, readers)
             if len(leaving) == len(names):
                 yield from ((ref, identifier(name)) for ref, name in zip(leaving, names, strict=True))
+
+
+def _is_inner_call(code: str, module: str) -> bool:
+    """Whether `module` is called within the line, so that what it returns is not what the line assigns."""
+    if not module.isidentifier() or f"{module}(" not in code:
+        return False
+    return re.match(rf"[\w, ]+=\s*[\w.]*\b{module}\(", code.strip()) is None
 
 
 def _leaving(template: Template, group: Sequence[Node], readers: dict[Ref, list[tuple[str, int]]]) -> list[Ref]:

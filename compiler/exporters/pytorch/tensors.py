@@ -67,7 +67,7 @@ def _comprehension(children: Mapping[str, str]) -> str | None:
         return None
     (text,) = texts
     offset = unit_number(next(iter(children.values()))) - first
-    if any(unit_number(child) - int(name) != offset for name, child in children.items()):
+    if "number=" in text and any(unit_number(child) - int(name) != offset for name, child in children.items()):
         return None
     shifted = text.replace("number=i", f"number=i + {offset}" if offset else "number=i")
     span = f"{last + 1}" if first == 0 else f"{first}, {last + 1}"
