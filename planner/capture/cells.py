@@ -1,7 +1,8 @@
 """Mutable names over immutable values: how in-place operations become functional ones.
 
-A cell is what a name of the user's program points to. A view cell knows the cell it views and how; writing to it scatters
-the new value into its base, and reading it after its base has changed takes the view again. No second trace is needed.
+A cell is what a name of the user's program points to. A view cell knows the cell it views and how; writing to it
+scatters the new value into its base, and reading it after its base has changed takes the view again. No second trace is
+needed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .graph import Arg, Ref
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """One name. `view` maps the base's value to this one's, `unview` (base value, new own value) to the new base value."""
+    """One name. `view`: the base's value -> this one's; `unview`: (base value, new own value) -> new base value."""
 
     value: Ref
     owner: str = ""  # the placeholder that the storage belongs to

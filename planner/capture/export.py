@@ -1,13 +1,15 @@
 """The only caller of torch.export: a training step -> an FX graph of ATen operations, train and eval mode.
 
-`torch.export` (non-strict) first; `torch.fx.symbolic_trace` before it where it refuses; where both refuse, an error that names
-the user's line. What export would lose silently (gradients of custom autograd functions, tensor hooks) is refused.
+`torch.export` (non-strict) first; `torch.fx.symbolic_trace` before it where it refuses; where both refuse, an error
+that names the user's line. What export would lose silently (gradients of custom autograd functions, hooks) is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import linecache
+import logging
 import re
 import traceback
 import warnings
@@ -19,6 +21,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedModel
 from .canonical import MAX_CONSTANT_ELEMENTS, Leaf, Translator
@@ -34,7 +38,7 @@ _REGION = "wrap_with_autocast"
 
 
 class NeedsValues(UnsupportedModel):
-    """The capture on meta tensors lost something that real tensors have; capture again with a module built on the CPU."""
+    """The capture on meta tensors lost something that real tensors have: build the module on the CPU."""
 
 
 def export_step(step: TrainingStep, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
@@ -66,7 +70,7 @@ def flat_graph(
     canonical: Mapping[str, str],
     trains: set[str],
 ) -> tuple[FlatGraph, tuple[str, ...]]:
-    """Capture a step in canonical form, with notes; `canonical` maps every parameter and buffer FQN to its canonical one.
+    """Capture a step in canonical form, with notes; `canonical` maps FQNs of parameters and buffers to canonical ones.
 
     Raises:
         NeedsValues: constants have no values on meta, or autocast acts on real devices only.
@@ -207,9 +211,18 @@ def _merge(train: Arg, evaluation: Arg, rename: Mapping[str, str]) -> Arg:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs and prints the whole graph before it raises
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 @contextlib.contextmanager
@@ -239,8 +252,37 @@ def _refusing_lost_gradients() -> Iterator[None]:
     with (
         mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
         mock.patch.object(Tensor, "register_hook", register_hook),
+        _SeededConstants() as seeded,
+        mock.patch.object(torch, "Generator", seeded.generator),
     ):
         yield
+
+
+class _SeededConstants(TorchFunctionMode):
+    """Draws from a generator that the traced code itself makes are the same in every step: constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._make = torch.Generator
+        self._made: list[torch.Generator] = []
+
+    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
+        self._made.append(self._make(*args, **kwargs))
+        return self._made[-1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is None:
+            return func(*args, **kwargs)
+        if not any(generator is made for made in self._made):
+            raise UnsupportedModel(
+                "the forward draws from a torch.Generator of its own, whose state the emitted code cannot share",
+                where=_users_line(traceback.extract_stack()),
+                fix="draw from the default generator, or outside of forward",
+            )
+        with _disable_current_modes():
+            return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

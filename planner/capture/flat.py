@@ -1,4 +1,4 @@
-"""The canonical graph before folding: every operation of a step in execution order, with the module calls it lies in."""
+"""The canonical graph before folding: every operation of a step in order, with the module calls it lies in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatNode:
-    """One value producer. `calls` are the module calls around it, outermost first; `fqn` names a parameter or buffer."""
+    """One value producer. `calls`: the module calls around it, outermost first; `fqn`: of a parameter or buffer."""
 
     name: str
     kind: Kind
@@ -47,7 +47,7 @@ class FlatNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatGraph:
-    """A step in topological order. `buffer_updates`: buffer FQN -> its value after the step (batch norm's are not here)."""
+    """A step in topological order. `buffer_updates`: buffer FQN -> value after the step (without batch norm's)."""
 
     nodes: tuple[FlatNode, ...]
     inputs: tuple[ModelInput, ...]

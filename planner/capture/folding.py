@@ -1,7 +1,7 @@
 """Flat graph -> ModelGraph: the prelude is split off, segments become units, equal units share one template.
 
-Two units are equal when their operations, arguments, constants, types, relative names and trained tensors are equal, so a
-block that differs in anything at all has a template of its own.
+Two units are equal when their operations, arguments, constants, types, relative names and trained tensors are equal, so
+a block that differs in anything at all has a template of its own.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A *template* is a small graph of tensor operations (one transformer block, the e
 instance of a template in execution order: it binds the template's inputs to values and its parameters to the user's
 FQNs. Repeated blocks are held once as a template with many units, so everything downstream is independent of depth.
 
-Unit 0 is always the *prelude*: operations on model inputs, buffers and constants that need no parameter, no gradient and no
-random numbers (masks, positions, rotary tables, the count of labels). Pipeline cuts fall between other units; each stage that
-needs a prelude value computes it itself.
+Unit 0 is always the *prelude*: operations on model inputs, buffers and constants that need no parameter, no gradient
+and no random numbers (masks, positions, rotary tables, the count of labels). Pipeline cuts fall between other units; each
+stage that needs a prelude value computes it itself.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ Arg = object
 class Node:
     """One value producer.
 
-    `name` is unique in its template, readable and stable: module path relative to the unit plus operation, "attn.c_attn.linear".
-    `op` is the overload as torch prints it, "aten.linear.default". `constant` holds the nested tuples of a small lifted tensor.
+    `name` is unique in its template, readable and stable: module path relative to the unit plus operation,
+    "attn.c_attn.linear". `op` is the overload as torch prints it, "aten.linear.default". `constant` holds the nested
+    tuples of a small lifted tensor.
     `source` is "model.py:41 in forward: x = self.c_attn(x)".
     """
 
@@ -169,7 +170,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """A tensor argument of the user's forward (or loss). `batch_dim`: the dim that holds the samples, None if it has none."""
+    """A tensor argument of the user's forward (or loss). `batch_dim`: the dim that holds the samples, if any."""
 
     name: str
     type: TensorType
@@ -188,9 +189,9 @@ class ParameterInfo:
 class ModelGraph:
     """A captured training step: model inputs -> scalar loss.
 
-    The prelude's INPUT nodes are the model inputs, in order (its Unit.inputs is empty). `batch_size` is the number of samples
-    the capture saw; all shapes are global, for the whole batch. `tensors` has every parameter and buffer by canonical FQN,
-    also unused ones. `notes` are things the user should know (built on CPU, folding fell back ...).
+    The prelude's INPUT nodes are the model inputs, in order (its Unit.inputs is empty). `batch_size` is the number of
+    samples the capture saw; all shapes are global, for the whole batch. `tensors` has every parameter and buffer by
+    canonical FQN, also unused ones. `notes` are things the user should know (built on CPU, folding fell back ...).
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The user's model file -> how to build the module, its inputs and its loss.
 
-`path[:name]` names a function, an `nn.Module` subclass or an instance; arguments come from `--set`, inputs from the file, from
-what the function returns, or from `--input name=int64[B,1024]`.
+`path[:name]` names a function, an `nn.Module` subclass or an instance; arguments come from `--set`, inputs from the
+file, from what the function returns, or from `--input name=int64[B,1024]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """`--input name=int64[B,1024]<50257`: B is the batch size; integers are drawn from [0, limit), 2 without a limit."""
+    """`--input name=int64[B,1024]<50257`: B is the batch size; integers lie in [0, limit), 2 without a limit."""
 
     name: str
     dtype: str
@@ -75,8 +75,8 @@ def parse_input(name: str, text: str) -> InputSpec:
 class LoadedModel:
     """A model file, read. Building and making inputs run the user's code again on every call.
 
-    `loss` is the file's `loss(output, *inputs)`, None where the module returns its loss. `takes_batch_size`: inputs of any
-    batch size can be made; otherwise only the one batch that the file has.
+    `loss` is the file's `loss(output, *inputs)`, None where the module returns its loss. `takes_batch_size`: inputs of
+    any batch size can be made; otherwise only the one batch that the file has.
     """
 
     path: Path

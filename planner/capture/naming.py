@@ -38,7 +38,7 @@ def camel(name: str) -> str:
 
 
 def pattern_of(fqns: Sequence[str]) -> str:
-    """One pattern for the FQNs of a template's units: "h.*"; "h.{0,2,4}" where numbers are left out; "" if they share none."""
+    """One pattern for the FQNs of a template's units: "h.*", or "h.{0,2,4}" where numbers are left out."""
     distinct = list(dict.fromkeys(fqns))
     if len(distinct) == 1:
         return distinct[0]

@@ -1,4 +1,4 @@
-"""Canonical forms of operations: many spellings of one thing become one. docs/design.md, "Canonical form", lists them."""
+"""Canonical forms of operations: many spellings of one thing become one (docs/design.md, "Canonical form")."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _detach(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
 
 @_rewrites(
     "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy.default",
-    "aten.type_as.default", "aten.to.prim_Device", "aten.to.prim_dtype", "aten.to.prim_other", "aten._autocast_to_full_precision.default",
-    "aten._autocast_to_reduced_precision.default",
+    "aten.type_as.default", "aten.to.prim_Device", "aten.to.prim_dtype", "aten.to.prim_other",
+    "aten._autocast_to_full_precision.default", "aten._autocast_to_reduced_precision.default",
 )  # fmt: skip
 def _to(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
     return (b.cast(a["self"], out[0].dtype),)
@@ -67,6 +67,11 @@ def _reshape(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
 @_rewrites("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
 def _expand(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
     return (b.expand(a["self"], out[0].shape),)
+
+
+@_rewrites("aten.broadcast_tensors.default")
+def _broadcast_tensors(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
+    return tuple(b.expand(ref, value.shape) for ref, value in zip(a["tensors"], out, strict=True))
 
 
 @_rewrites(

@@ -1,4 +1,4 @@
-"""The operations of a step, cut into consecutive segments along the module calls: repeated blocks whole, the rest by module.
+"""The operations of a step, cut into consecutive segments along the module calls: blocks whole, others by module.
 
 A call is a block where its class is called at least twice among the outermost calls; other calls are opened. Operations
 between blocks are grouped so that each group has the parameters of one module: a pipeline can be cut at every one.
@@ -19,7 +19,7 @@ _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive operations. `call`: the module call they make up (blocks) or that owns their parameters, None if none."""
+    """Consecutive operations. `call`: the module call they make up (blocks) or that owns their parameters, if any."""
 
     nodes: tuple[FlatNode, ...]
     call: ModuleCall | None

@@ -16,7 +16,7 @@ from .model_file import Inputs, LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLayout:
-    """How named tensors make up the (args, kwargs) of a step. `leaves` has a name for a tensor, else the value itself."""
+    """How named tensors make up the (args, kwargs) of a step. `leaves`: a name for a tensor, else the value."""
 
     names: tuple[str, ...]
     leaves: tuple[tuple[str, object], ...]  # (name, None) or ("", value)
@@ -97,7 +97,7 @@ def _accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> 
 
 
 def _scalar(output: object) -> Tensor:
-    """The loss in what a module or a loss function returned: a scalar, `.loss`, ["loss"] or the one scalar of a tuple."""
+    """The loss in what a module or a loss returned: a scalar, `.loss`, ["loss"] or the one scalar of a tuple."""
     if isinstance(output, Tensor):
         candidates = [output]
     elif getattr(output, "loss", None) is not None:
