@@ -7,6 +7,7 @@ from autopar.cost_models.communication import (
     collective_seconds,
     edge_group,
     gradient_sync_seconds,
+    overlapped_seconds,
 )
 from autopar.cost_models.errors import HardwareError
 from autopar.cost_models.hardware import cluster_names, load_cluster
@@ -139,6 +140,14 @@ def test_a_parameter_server_is_never_better_than_reduce_scatter() -> None:
         assert seconds["reduce_scatter_all_gather"] < seconds["parameter_server"]
     with pytest.raises(ValueError, match="unknown gradient"):
         gradient_sync_seconds("gossip", 1, group, H100)
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_overlap_hides_communication_at_a_price(compute: float, communication: float) -> None:
+    seconds = overlapped_seconds(compute, communication)
+    assert max(compute, communication) <= seconds <= (compute + communication) * (1 + 1e-9)
+    assert overlapped_seconds(compute, 0.0) == compute
+    assert overlapped_seconds(0.0, communication) == communication
 
 
 @pytest.mark.parametrize("name", cluster_names())
