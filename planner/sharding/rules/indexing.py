@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ....cost_models.work import Pass, Work
 from ...capture.graph import Node, Ref
 from .arguments import argument, dim_of, integers
@@ -106,18 +104,13 @@ def _saves_none(node: Node) -> Saved:
     return Saved()
 
 
-_SCATTERS: Mapping[str, tuple[str, ...]] = {
-    "scatter": ("src", "value"),
-    "scatter_add": ("default",),
-    "scatter_reduce": ("two",),
-}
-
-register(OpRule(ops=("aten.gather.default",), options=_gather, work=_lookup_work, saved=_saves_second))
+register(OpRule(ops=("aten.gather.default",), options=_gather, work=_lookup_work))
 register(
     OpRule(
-        ops=tuple(f"aten.{op}.{overload}" for op, overloads in _SCATTERS.items() for overload in overloads),
+        ops=("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default"),
         options=_scatter,
         work=pointwise_work,
+        saved=_saves_second,
     )
 )
 register(OpRule(ops=("aten.index_select.default",), options=_index_select, work=_lookup_work, saved=_saves_second))

@@ -83,16 +83,13 @@ def _summing(dims: Dims) -> Callable[[Node, LocalTypes], tuple[Option, ...]]:
     return options
 
 
+def _counted(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    return _reduced(node, operands, _listed(1)(node, len(operands[0].shape)), contracts=True)
+
+
 def _choosing(dims: Dims) -> Callable[[Node, LocalTypes], tuple[Option, ...]]:
     def options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
         return _reduced(node, operands, dims(node, len(operands[0].shape)), contracts=False)
-
-    return options
-
-
-def _counting(dims: Dims) -> Callable[[Node, LocalTypes], tuple[Option, ...]]:
-    def options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
-        return _reduced(node, operands, dims(node, len(operands[0].shape)), contracts=True)
 
     return options
 
@@ -146,10 +143,6 @@ def _kept_labels(node: Node, dims: Dims) -> set[str]:
     return {f"d{i}" for i in range(rank) if i not in gone}
 
 
-def _scan_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
-    return pointwise_work(node, operands, outputs)
-
-
 def _expanding_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     """Sums: backward only expands the gradient, which is free; a mean scales it first, in one small kernel."""
     work = reduced_work(node, operands, outputs)
@@ -167,56 +160,69 @@ def _saves_indices(node: Node) -> Saved:
     return Saved(outputs=(1,))
 
 
-def _register(*ops: str, dims: Dims, kind: Callable[[Dims], Callable[[Node, LocalTypes], tuple[Option, ...]]]) -> None:
-    register(OpRule(ops=ops, options=kind(dims), work=reduced_work, saved=saves_operands))
+def _register(
+    *ops: str,
+    dims: Dims,
+    kind: Callable[[Dims], Callable[[Node, LocalTypes], tuple[Option, ...]]],
+    saved: Callable[[Node], Saved] = saves_operands,
+) -> None:
+    register(OpRule(ops=ops, options=kind(dims), work=reduced_work, saved=saved))
 
 
-for _op, _dims in (("sum", _listed(1)), ("mean", _listed(1))):
-    for _overload in ("default", "dim", "dim_IntList"):
-        _name = f"aten.{_op}.{_overload}"
-        if _name in ("aten.sum.dim", "aten.mean.dim_IntList"):
-            continue
-        _chosen = _every if _overload == "default" else _dims
-        register(
-            OpRule(
-                ops=(_name,),
-                options=_summing(_chosen),
-                work=_expanding_work,
-                saved=saves_nothing,
-                localise=_localise_mean(_chosen) if _op == "mean" else same_call,
-            )
+register(OpRule(ops=("aten.sum.default",), options=_summing(_every), work=_expanding_work, saved=saves_nothing))
+register(OpRule(ops=("aten.sum.dim_IntList",), options=_summing(_listed(1)), work=_expanding_work, saved=saves_nothing))
+for _name, _dims in (("aten.mean.default", _every), ("aten.mean.dim", _listed(1))):
+    register(
+        OpRule(
+            ops=(_name,),
+            options=_summing(_dims),
+            work=_expanding_work,
+            saved=saves_nothing,
+            localise=_localise_mean(_dims),
         )
+    )
 register(
     OpRule(
         ops=("aten.count_nonzero.dim_IntList", "aten.count_nonzero.default"),
-        options=_counting(_listed(1)),
+        options=_counted,
         work=reduced_work,
         saved=saves_nothing,
     )
 )
 
-_register("aten.amax.default", "aten.amin.default", "aten.prod.dim_int", dims=_listed(1), kind=_choosing)
+_register(
+    "aten.amax.default", "aten.amin.default", "aten.prod.dim_int", "aten.logsumexp.default",
+    dims=_listed(1), kind=_choosing, saved=_saves_both,
+)  # fmt: skip
 _register("aten.any.dim", "aten.all.dim", "aten.any.dims", "aten.all.dims", dims=_listed(1), kind=_choosing)
 _register("aten.argmax.default", "aten.argmin.default", dims=_listed(1), kind=_choosing)
 _register("aten.var.dim", "aten.var.correction", "aten.std.dim", "aten.std.correction", dims=_listed(1), kind=_choosing)
 _register("aten.var_mean.correction", "aten.std_mean.correction", dims=_listed(1), kind=_choosing)
-_register("aten.logsumexp.default", dims=_listed(1), kind=_choosing)
-_register("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", dims=_listed(2), kind=_choosing)
+_register(
+    "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", dims=_listed(2), kind=_choosing, saved=_saves_both
+)
 _register(
     "aten.max.default", "aten.min.default", "aten.any.default", "aten.all.default", "aten.prod.default",
     "aten.var.default", "aten.std.default", dims=_every, kind=_choosing,
 )  # fmt: skip
-for _names in (("aten.max.dim", "aten.min.dim", "aten.median.dim"),):
-    register(OpRule(ops=_names, options=_choosing(_one(1)), work=reduced_work, saved=_saves_indices))
 register(
     OpRule(
-        ops=("aten.cumsum.default", "aten.cumprod.default", "aten.logcumsumexp.default"),
+        ops=("aten.max.dim", "aten.min.dim", "aten.median.dim"),
+        options=_choosing(_one(1)),
+        work=reduced_work,
+        saved=_saves_indices,
+    )
+)
+register(
+    OpRule(
+        ops=("aten.cumprod.default", "aten.logcumsumexp.default"),
         options=_scanning,
-        work=_scan_work,
+        work=pointwise_work,
         saved=_saves_both,
     )
 )
-register(OpRule(ops=("aten.cummax.default", "aten.cummin.default"), options=_scanning, work=_scan_work))
+register(OpRule(ops=("aten.cumsum.default",), options=_scanning, work=pointwise_work, saved=saves_nothing))
+register(OpRule(ops=("aten.cummax.default", "aten.cummin.default"), options=_scanning, work=pointwise_work))
 register(OpRule(ops=("aten.topk.default",), options=_sorting(2), work=pointwise_work, saved=_saves_indices))
 register(OpRule(ops=("aten.sort.default",), options=_sorting(1), work=pointwise_work, saved=_saves_indices))
 register(OpRule(ops=("aten.argsort.default",), options=_sorting(1), work=pointwise_work))
