@@ -74,7 +74,7 @@ def stage_table(plan: Plan) -> Table:
         )
     return Table(
         title="Stages",
-        columns=("stage", "blocks", "parameters", f"memory of {format_bytes(capacity)}", "forward", "backward", "once"),
+        columns=("stage", "blocks", "parameters a GPU", f"memory of {format_bytes(capacity)}", "forward", "backward", "once"),
         rows=tuple(rows),
         num_numeric=5,
     )
@@ -168,7 +168,7 @@ def solver_line(plan: Plan) -> str:
     way = "jointly" if solver.exact else "axis by axis"
     return (
         f"{solver.solver}: {solver.status}; no plan is faster than {format_seconds(solver.bound_seconds)}, a gap of "
-        f"{solver.gap_fraction:.1%}; {solver.solved} of {solver.candidates} candidates solved {way}"
+        f"{solver.gap_fraction:.1%}; {solver.candidates} candidates, {solver.solved} programs solved {way}"
     )
 
 

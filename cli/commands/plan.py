@@ -140,12 +140,11 @@ def plan(
 def _plan_and_write(
     request: PlanRequest, folder: Path | None, report: Progress, *, is_forced: bool
 ) -> tuple[Plan, tuple[Path, ...]]:
+    from ...compiler.package import check_folder, emit_package
     from ...planner.driver import make_plan
 
     if folder is not None:
-        from ...compiler.package import check_folder, emit_package
-
-        check_folder(folder, force=is_forced)  # before minutes of search, not after
+        check_folder(folder, force=is_forced)  # before the search, not after
     planned = make_plan(request, report)
     if folder is None:
         return planned.plan, ()
