@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from .export import NeedsValues, flat_graph
 from .flat import FlatGraph
 from .folding import fold
 from .graph import ModelGraph, ParameterInfo, TensorType
+from .guard import guard
 from .model_file import LoadedModel, load_model_file
 from .step import Sample, TrainingStep, sample_inputs
 
@@ -37,8 +38,11 @@ def capture_model(
     arguments: Mapping[str, object] | None = None,
     inputs: Mapping[str, str] | None = None,
     batch_size: int | None = None,
+    guarded: bool = True,
 ) -> CapturedModel:
     """Capture the training step of a model file at this global batch size (None: the file's own).
+
+    `guarded`: compare the graph with one eager step in a child process, where that is quick.
 
     Raises:
         AutoparError: the file, its arguments or inputs are wrong.
@@ -48,17 +52,25 @@ def capture_model(
     size = loaded.default_batch_size if batch_size is None else batch_size
     if size < 1:
         raise AutoparError(f"batch size {size} is not positive", fix="give a batch size of at least 1")
+    captured = _on_meta_or_cpu(loaded, size, batch_size is None)
+    note = guard(captured.graph, loaded) if guarded else None
+    if note is None:
+        return captured
+    return replace(captured, graph=replace(captured.graph, notes=(*captured.graph.notes, note)))
+
+
+def _on_meta_or_cpu(loaded: LoadedModel, size: int, is_default: bool) -> CapturedModel:
     notes: list[str] = []
     if isinstance(loaded.target, nn.Module):
-        return _captured(loaded, "cpu", size, batch_size is None, notes)
+        return _captured(loaded, "cpu", size, is_default, notes)
     try:
-        return _captured(loaded, "meta", size, batch_size is None, notes)
+        return _captured(loaded, "meta", size, is_default, notes)
     except AutoparError as error:
         reason = error
     if not isinstance(reason, NeedsValues) and reason.__cause__ is None:
         raise reason  # our own refusal, which real tensors would not change
     notes.append(f"built on the CPU, since on meta: {reason.what}")
-    return _captured(loaded, "cpu", size, batch_size is None, notes)
+    return _captured(loaded, "cpu", size, is_default, notes)
 
 
 def _captured(loaded: LoadedModel, device: str, size: int, is_default: bool, notes: list[str]) -> CapturedModel:

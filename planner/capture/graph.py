@@ -5,8 +5,8 @@ instance of a template in execution order: it binds the template's inputs to val
 FQNs. Repeated blocks are held once as a template with many units, so everything downstream is independent of depth.
 
 Unit 0 is always the *prelude*: operations on model inputs, buffers and constants that need no parameter, no gradient
-and no random numbers (masks, positions, rotary tables, the count of labels). Pipeline cuts fall between other units; each
-stage that needs a prelude value computes it itself.
+and no random numbers (masks, positions, rotary tables, the count of labels). Pipeline cuts fall between other units;
+each stage that needs a prelude value computes it itself.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""One eager step of the user's module against the captured graph: loss, gradients and buffers must agree.
+
+The step runs in a forked child: a process that has run autograd must not fork ranks later. Models or batches that are
+too large for a quick step are not compared, and a note says so.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModel
+from .evaluation import evaluate
+from .graph import Kind, ModelGraph
+from .model_file import LoadedModel
+from .step import run_step, sample_inputs
+
+MAX_PARAMETERS = 50_000_000
+MAX_VALUE_BYTES = 1 << 30  # of all values of a forward together
+TIMEOUT_SECONDS = 120.0
+LOW_PRECISION = ("bfloat16", "float16")
+
+
+def guard(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
+    """Compare one eager step with the graph; a note where it was not done, None where they agree.
+
+    Raises:
+        UnsupportedModel: they differ.
+    """
+    reason = too_large(graph)
+    if reason:
+        return f"the capture was not compared with an eager step: {reason}"
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(graph, loaded, seed, sender), daemon=True)
+    child.start()
+    sender.close()
+    answer: str | None = None
+    try:
+        if not receiver.poll(TIMEOUT_SECONDS):
+            return "the capture was not compared with an eager step: it took too long"
+        answer = receiver.recv()
+    except EOFError:
+        return "the capture was not compared with an eager step: the child process died"
+    finally:
+        child.kill()
+        child.join()
+    if answer and answer.startswith("!"):
+        raise UnsupportedModel(
+            f"the captured graph differs from one eager step of the model: {answer[1:]}",
+            where=str(loaded.path),
+            fix="look for state outside of the module, custom autograd functions or hooks in forward",
+        )
+    return answer
+
+
+def too_large(graph: ModelGraph) -> str | None:
+    """Why an eager step would take too long; None if it is quick."""
+    parameters = sum(info.type.numel for info in graph.tensors.values() if not info.is_buffer)
+    if parameters > MAX_PARAMETERS:
+        return f"{parameters:,} parameters"
+    value_bytes = sum(
+        count * sum(out.num_bytes for node in template.nodes if node.kind is Kind.OP for out in node.outputs)
+        for template, count in zip(graph.templates, graph.counts(), strict=True)
+    )
+    return f"{value_bytes / 2**30:.1f} GiB of activations" if value_bytes > MAX_VALUE_BYTES else None
+
+
+def _child(graph: ModelGraph, loaded: LoadedModel, seed: int, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        sender.send(compare(graph, loaded, seed=seed))
+    except Exception as error:
+        sender.send(f"the capture was not compared: one eager step raised {type(error).__name__}: {error}")
+
+
+def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
+    """Run both here. None if they agree; "!what" names the first difference."""
+    module = loaded.build("cpu", seed=seed)
+    sample = sample_inputs(loaded, module, graph.batch_size, seed=seed)
+    tensors = {
+        fqn: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for fqn, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    torch.manual_seed(seed)
+    ours = evaluate(graph, tensors, sample.tensors)
+    trained = {f: t for f, t in tensors.items() if t.requires_grad}
+    gradients = torch.autograd.grad(ours.loss, list(trained.values()), allow_unused=True)
+    torch.manual_seed(seed)
+    loss = run_step(loaded, module, sample)
+    loss.backward()
+    low = any(out.dtype in LOW_PRECISION for t in graph.templates for node in t.nodes for out in node.outputs)
+    tolerance = 5e-2 if low else 1e-3
+    if (loss - ours.loss).abs() > tolerance * (loss.abs() + 1e-3) or loss.isnan() != ours.loss.isnan():
+        return f"!loss {ours.loss.item():.6g} instead of {loss.item():.6g}"
+    wanted = {fqn: parameter.grad for fqn, parameter in module.named_parameters() if parameter.requires_grad}
+    got = dict(zip(trained, gradients, strict=True))
+    return _difference(got, wanted, tolerance) or _buffers(ours.buffers, dict(module.named_buffers()), tolerance)
+
+
+def _difference(got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], tolerance: float) -> str | None:
+    whole = sum(float(g.norm()) ** 2 for g in wanted.values() if g is not None) ** 0.5
+    for fqn, want in wanted.items():
+        have = got[fqn]
+        if want is None and have is None:
+            continue
+        one = torch.zeros(()) if have is None else have
+        other = torch.zeros(()) if want is None else want
+        if not float((one - other).norm()) <= tolerance * (float(other.norm()) + 1e-3 * whole) + 1e-12:
+            missing = " (no gradient arrives there)" if have is None else ""
+            return f"!gradient of {fqn}{missing}"
+    return None
+
+
+def _buffers(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> str | None:
+    for fqn, have in got.items():
+        want = wanted[fqn].to(torch.float64)
+        if not torch.allclose(have.to(torch.float64), want, rtol=tolerance, atol=1e-6, equal_nan=True):
+            return f"!buffer {fqn}"
+    return None
