@@ -263,19 +263,18 @@ class _SeededConstants(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._make = torch.Generator
-        self._made: list[torch.Generator] = []
 
-    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
-        self._made.append(self._make(*args, **kwargs))
-        return self._made[-1]
+        class Seeded(torch.Generator):
+            """What `torch.Generator` is meanwhile: still a class, since annotations of modules imported now name it."""
+
+        self.generator = Seeded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if generator is None:
             return func(*args, **kwargs)
-        if not any(generator is made for made in self._made):
+        if not isinstance(generator, self.generator):
             raise UnsupportedModel(
                 "the forward draws from a torch.Generator of its own, whose state the emitted code cannot share",
                 where=_users_line(traceback.extract_stack()),
