@@ -118,7 +118,8 @@ def _cross_entropy_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -
 
 
 def _cross_entropy_saved(node: Node) -> Saved:
-    return Saved(operands=(1,), operand_copies=(0,))
+    # One device keeps log-probabilities in place of the logits, which are as large; split classes keep the logits.
+    return Saved(operands=(0, 1))
 
 
 def _nll_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:

@@ -89,13 +89,11 @@ class Call:
 class Saved:
     """What autograd keeps for the backward: operand and output positions, and bytes of other tensors (masks, statistics).
 
-    `operand_copies`: operands of which a new tensor of the same size is kept (the log-probabilities of a loss).
     `extra_bytes` is reckoned from `node.outputs`: for one rank, ask with the local types in them (`saved_on_rank`).
     """
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
-    operand_copies: tuple[int, ...] = ()
     extra_bytes: int = 0
 
 

@@ -1,10 +1,15 @@
-"""Runs a function on forked gloo ranks."""
+"""Runs a function of a test file on forked gloo ranks, from a fresh process: autograd that ran before a fork hangs."""
 
 from __future__ import annotations
 
-import time
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 
@@ -14,49 +19,61 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
+TIMEOUT_SECONDS = 120
 
-def _rank(rank: int, function: Callable, shape: tuple[int, ...], names: tuple[str, ...], store: str, results) -> None:
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """`on_ranks(function, dp=2, tp=2)` calls `function(mesh)` on every rank; what it returns, by rank, through JSON."""
+
+    def run(function: Callable, **axes: int) -> list:
+        tmp_path = tmp_path_factory.mktemp("ranks")
+        order = [inspect.getfile(function), function.__name__, json.dumps(axes), str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, __file__, *order],
+            timeout=TIMEOUT_SECONDS,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(prod(axes.values()))]
+
+    return run
+
+
+def _rank(rank: int, function: Callable, axes: dict[str, int], folder: str) -> None:
     torch.set_num_threads(1)
-    size = prod(shape)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=prod(axes.values()),
+        timeout=timedelta(seconds=60),
+    )
     try:
-        results.put((rank, function(init_device_mesh("cpu", shape, mesh_dim_names=names)), ""))
+        found = function(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        traceback.print_exc()
+        raise
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def on_ranks(tmp_path: Path) -> Callable:
-    """`on_ranks(function, dp=1, tp=2)` calls `function(mesh)` on every rank; results by rank, without tensors."""
-    count = 0
+def _main(file: str, name: str, axes: str, folder: str) -> None:
+    spec = importlib.util.spec_from_file_location("ranks", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = json.loads(axes)
+    multiprocessing.start_processes(
+        _rank,
+        (getattr(module, name), sizes, folder),
+        nprocs=prod(sizes.values()),
+        start_method="fork",
+    )
 
-    def run(function: Callable, **axes: int) -> list:
-        nonlocal count
-        count += 1
-        shape, names = tuple(axes.values()), tuple(axes)
-        size = prod(shape)
-        results = multiprocessing.get_context("fork").SimpleQueue()
-        context = multiprocessing.start_processes(
-            _rank,
-            (function, shape, names, str(tmp_path / f"store{count}"), results),
-            nprocs=size,
-            join=False,
-            start_method="fork",
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while not context.join(timeout=5):
-                assert time.monotonic() < deadline, "the ranks did not end in two minutes"
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-        found: list = [None] * size
-        for _ in range(size):
-            rank, value, error = results.get()
-            assert not error, f"rank {rank}:\n{error}"
-            found[rank] = value
-        return found
 
-    return run
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

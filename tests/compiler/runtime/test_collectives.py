@@ -7,6 +7,7 @@ import torch
 from autopar.compiler import runtime
 from autopar.planner.sharding.placement import Pair, parse_pair
 from autopar.planner.sharding.redistribute import conversion
+from torch.distributed.device_mesh import init_device_mesh
 
 SHAPE = (24, 6, 24)
 PAIRS = ("R", "R/P", "P/R", "S(0)", "S(2)", "S(0;3)", "S(2;2)")
@@ -39,7 +40,7 @@ def _matches(local: torch.Tensor, whole: torch.Tensor, kind: str, pair: Pair, me
     size, rank = mesh.size(), mesh.get_local_rank()
     if kind == "P":
         local = local.clone()
-        torch.distributed.all_reduce(local)
+        torch.distributed.all_reduce(local, group=mesh.get_group())
         kind = "R"
     want = _shard(whole, pair, size, rank) if kind == "S" else whole
     return local.shape == want.shape and bool(torch.allclose(local, want, rtol=1e-12, atol=1e-12))
@@ -90,12 +91,11 @@ def _check_integers(mesh) -> list[str]:
     return wrong
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_change_of_pair_keeps_value_and_gradient(on_ranks, size: int) -> None:
-    assert on_ranks(_check_all, tp=size) == [[]] * size
+def _on_two_and_four(mesh) -> list[str]:
+    four = init_device_mesh("cpu", (4,))
+    return _check_all(mesh["tp"]) + _check_all(four) + _check_integers(mesh["tp"])
 
 
 @pytest.mark.gloo
-def test_values_without_gradient_can_be_moved(on_ranks) -> None:
-    assert on_ranks(_check_integers, tp=2) == [[], []]
+def test_every_change_of_pair_keeps_value_and_gradient(on_ranks) -> None:
+    assert on_ranks(_on_two_and_four, dp=2, tp=2) == [[]] * 4

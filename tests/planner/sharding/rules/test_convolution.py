@@ -7,10 +7,11 @@ from autopar.planner.sharding.rules import options_of, rule_of
 from harness import case, check, node_of, randn
 
 CONV1D, CONV2D, CONV3D = "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"
+ALL = ("n", "i", "o", "h0", "h1")
 CASES = (
-    case(CONV2D, randn(4, 4, 8, 8), randn(8, 4, 3, 3), None, (1, 1), (1, 1), labels=("n", "i", "o", "h0", "h1")),
-    case(CONV2D, randn(4, 4, 16, 8), randn(4, 4, 3, 3), None, (2, 2), (1, 1), labels=("n", "i", "o", "h0", "h1")),
-    case(CONV2D, randn(4, 4, 16, 8), randn(4, 4, 5, 3), None, (1, 1), (4, 2), (2, 2), labels=("n", "i", "o", "h0", "h1")),
+    case(CONV2D, randn(4, 4, 8, 8), randn(8, 4, 3, 3), None, (1, 1), (1, 1), labels=ALL),
+    case(CONV2D, randn(4, 4, 16, 8), randn(4, 4, 3, 3), None, (2, 2), (1, 1), labels=ALL),
+    case(CONV2D, randn(4, 4, 16, 8), randn(4, 4, 5, 3), None, (1, 1), (4, 2), (2, 2), labels=ALL),
     # A kernel of one sees no neighbour, nor does one as large as its stride.
     case(CONV2D, randn(4, 4, 8, 8), randn(4, 4, 1, 1), None, (2, 2), labels=("n", "i", "o", "s0", "s1")),
     case(CONV2D, randn(4, 4, 16, 8), randn(4, 4, 4, 2), None, (4, 2), labels=("n", "i", "o", "s0", "s1")),
@@ -20,8 +21,16 @@ CASES = (
     case("aten.conv2d.padding", randn(4, 4, 8, 8), randn(8, 4, 3, 3), None, (1, 1), "same", labels=("n", "i", "o")),
     # Rows only on one side: an even kernel.
     case(CONV1D, randn(4, 4, 16), randn(4, 4, 4), None, (2,), (1,), labels=("n", "i", "o", "h0")),
-    case(CONV3D, randn(4, 4, 4, 4, 4), randn(4, 4, 3, 1, 1), None, (1, 1, 1), (1, 0, 0), labels=tuple("nio") + ("h0", "s1", "s2")),
-)  # fmt: skip
+    case(
+        CONV3D,
+        randn(4, 4, 4, 4, 4),
+        randn(4, 4, 3, 1, 1),
+        None,
+        (1, 1, 1),
+        (1, 0, 0),
+        labels=("n", "i", "o", "h0", "s1", "s2"),
+    ),
+)
 
 
 @pytest.mark.gloo
