@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..planner.capture.graph import Kind, ModelGraph, TensorType, Value
-from ..planner.errors import AutoparError
+from ..planner.errors import AutoparError, UnsupportedModel
 from ..planner.sharding.mesh import MICROBATCH
 from ..planner.sharding.placement import (
     PARTIAL,
@@ -125,6 +125,10 @@ def lower(program: ModelProgram, stages: Sequence[tuple[int, int]]) -> LoweredMo
         AutoparError: the stages do not cover the units in order, or something the emitted code cannot hold.
     """
     _check_stages(program, stages)
+    prelude = program.graph.template_of(PRELUDE)
+    if prelude.buffer_updates:
+        name = prelude.buffer_updates[0][0]
+        raise UnsupportedModel(f"buffer {name} is updated from inputs and buffers alone, outside any module")
     lowered = tuple(_stage(program, stages, index) for index in range(len(stages)))
     holders: dict[str, list[int]] = {}
     for stage in lowered:

@@ -77,7 +77,8 @@ def initialize(stage: nn.Module, model_file: ModuleType, seed: int, checkpoint: 
     is_builder = int(os.environ["LOCAL_RANK"]) == 0
     if is_builder:
         torch.manual_seed(seed)
-        torch.save(build_model(model_file).state_dict(), path)
+        module = build_model(model_file)
+        torch.save({**module.state_dict(), **dict(module.named_buffers())}, path)
     dist.barrier()
     load_full_state_dict(stage, torch.load(path, map_location="cpu", mmap=True))
     dist.barrier()

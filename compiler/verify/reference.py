@@ -36,7 +36,7 @@ def optimizers(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], t
 class Reference:
     """Everything of one step, by the user's FQNs; a tied tensor is there under each of its names."""
 
-    state: dict[str, torch.Tensor]  # before the step, as state_dict() has it
+    state: dict[str, torch.Tensor]  # before the step, buffers that are not persistent included
     inputs: dict[str, torch.Tensor]
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -59,7 +59,8 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
     loaded = load_model_file(path, model.name, model.arguments, model.inputs)
     module = loaded.build("cpu", seed=SEED).to(wanted)
     module.train()
-    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    everything = {**module.state_dict(), **dict(module.named_buffers())}  # also buffers that are not persistent
+    start = {name: value.detach().clone() for name, value in everything.items()}
     sample = sample_inputs(loaded, module, batch_size, seed=SEED)
     inputs = {name: value.to(wanted) if value.is_floating_point() else value for name, value in sample.tensors.items()}
     step = type(sample)(layout=sample.layout, tensors=inputs)

@@ -12,7 +12,7 @@ from ....planner.sharding.placement import Layout, Pair, local_groups
 from ....planner.sharding.program import Compute, Convert, TemplateProgram, Var
 from ....planner.sharding.redistribute import Change
 from ....planner.sharding.rules import Call, Operand, SeedRef
-from ...source import Expr, Key, Statement
+from ...source import Expr, Key, Statement, quote
 from .naming import value_names
 from .operations import Context, render
 
@@ -65,6 +65,34 @@ def _needed(program: TemplateProgram, wanted: set[Var]) -> list[Convert | Comput
             wanted.update((step.source,) if isinstance(step, Convert) else step.operands)
             found.append(step)
     return found[::-1]
+
+
+def updates(program: TemplateProgram) -> dict[str, Var]:
+    """Buffer node -> the value that it gets after the step.
+
+    Raises:
+        AutoparError: a value that no rank has whole.
+    """
+    found: dict[str, Var] = {}
+    for name, ref in program.template.buffer_updates:
+        made = [v for step in program.steps if isinstance(step, Compute) for v in step.results if v.ref == ref]
+        if not made or made[0].pairs:
+            raise AutoparError(
+                f"buffer {name} of {program.template.name} is updated with a value that no rank has whole",
+                fix="place the operation that makes it as R on every axis",
+            )
+        found[name] = made[0]
+    return found
+
+
+def update_statement(found: Sequence[tuple[str, Key]]) -> Statement:
+    """`self.updated = {"num_batches_tracked": ...}`, copied into the buffers at the end of the step."""
+
+    def write(operands: Sequence[Expr]) -> Expr:
+        pairs = ", ".join(f"{quote(name)}: {value.text}" for (name, _), value in zip(found, operands, strict=True))
+        return Expr(f"self.updated = {{{pairs}}}")
+
+    return Statement(results=(), operands=tuple(key for _, key in found), render=write, names=())
 
 
 def _reads(steps: Sequence[Convert | Compute], outputs: Sequence[Var]) -> dict[Var, int]:

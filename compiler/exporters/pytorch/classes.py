@@ -13,7 +13,7 @@ from ....planner.sharding.rules import SeedRef
 from ....planner.sharding.program import Compute
 from ...lower import PRELUDE, Edge, HeldTensor, LoweredModel, Run, StageProgram
 from ...source import Body, Expr, Key, Loop, Statement, comment, identifier, layout, literal, quote
-from .body import Scope, conversion_statement, statements
+from .body import Scope, conversion_statement, statements, update_statement, updates
 from .naming import value_names
 from .tensors import Tree, access, assignments, base_class, creation, is_plain, reading
 
@@ -145,8 +145,11 @@ class Writer:
         for node in self.passed(template):
             arguments.append(body.argument(_tensor_var(program, node), names[Ref(node)]))
         self._leaves(body, program, scope, {node: (held[path], path) for node, path in owned.items()})
-        for step in statements(program, scope):
+        changed = updates(program)
+        for step in statements(program, scope, wanted=(*program.outputs, *changed.values())):
             body.add(step)
+        if changed:
+            body.add(update_statement([(owned[node], v) for node, v in changed.items()]))
         lines = body.lines(program.outputs, lambda found: _return([e.text for e in found]))
         if self.uses_random(template):
             arguments.append("at")
@@ -329,6 +332,7 @@ class Writer:
     def _forward(self, stage: StageProgram, held: Mapping[str, HeldTensor]) -> tuple[list[str], list[str]]:
         body = Body(reserved=self.reserved)
         names = self._stage_names()
+        self.updated: list[tuple[str, Key]] = []
         arguments = [body.argument(value, names[value]) for value in stage.received]
         for name, (value, batch) in self.values(stage).items():
             body.leaf((value, batch), Expr(f"values[{quote(name)}]"))
@@ -337,6 +341,8 @@ class Writer:
                 self._call_blocks(body, run, names, held)
             else:
                 self._inline_unit(body, run, held, names)
+        if self.updated:
+            body.add(update_statement(self.updated))
         if stage.index == self.mesh.pp - 1:
             return arguments, body.lines([self.graph.loss], lambda found: _return([found[0].text]))
         return arguments, body.lines(stage.sent, lambda found: _return([f"{e.at(7)}.contiguous()" for e in found]))
@@ -396,8 +402,10 @@ class Writer:
         for position, (edge, v) in enumerate(zip(run.edges, program.inputs, strict=True)):
             name = stage_names.get(edge.value) or self.prelude_names.get(edge.value, "x")
             inputs[v] = self._edge(body, edge, (index, "edge", position), scope, name)
-        for step in statements(program, scope):
+        changed = updates(program)
+        for step in statements(program, scope, wanted=(*program.outputs, *changed.values())):
             body.add(step)
+        self.updated.extend((fqns[node], key(v)) for node, v in changed.items())
         for output, v in enumerate(program.outputs):
             if key(v) != Value(index, output):  # an input or another output handed on
                 body.add(_same(key(v), Value(index, output), "x"))

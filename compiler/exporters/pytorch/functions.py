@@ -243,6 +243,8 @@ def train_step(
     lines += _run_pipeline() if pp > 1 else _run_loop(microbatches, fsdp)
     if reduce:
         lines.append("    reduce_gradients(stage, mesh)")
+    if updates:
+        lines += ["    if stage.training:", "        update_buffers(stage)"]
     if loss_condition:
         lines += [
             "    # Ranks that hold the same part of the loss as another count zero.",
@@ -253,6 +255,14 @@ def train_step(
         lines.append("    dist.all_reduce(loss)")
     lines.append("    return loss")
     return "\n".join(lines)
+
+
+UPDATE_BUFFERS = '''\
+def update_buffers(stage: nn.Module) -> None:
+    """Give buffers that count or average over steps the values that the forward pass left for them."""
+    for module in stage.modules():
+        for name, value in getattr(module, "updated", {}).items():
+            module.get_buffer(name).copy_(value)'''
 
 
 def _negated(condition: str) -> str:
@@ -398,6 +408,6 @@ def _is_counted(*, distributed: bool, replicated_dp: bool, tied: bool) -> list[s
 
 
 __all__ = [
-    "LOCAL", "build_mesh", "build_stage", "clip_gradients", "local_gradient", "parameter", "pipeline", "quote",
+    "LOCAL", "UPDATE_BUFFERS", "build_mesh", "build_stage", "clip_gradients", "local_gradient", "parameter", "pipeline", "quote",
     "reduce_gradients", "split_microbatches", "state_dicts", "train_step", "weights",
 ]  # fmt: skip

@@ -165,6 +165,8 @@ def _functions(writer: Writer) -> Iterator[str]:
         loss_condition=_loss_condition(writer),
         world=mesh.world_size,
     )
+    if _updates(writer):
+        yield functions.UPDATE_BUFFERS
     reduced = [axis for axis in writer.reduced_axes() if _has_partial(writer, axis)]
     if writer.reduced_axes() or (model.ties and mesh.pp > 1):
         yield functions.reduce_gradients(reduced, tied=bool(model.ties) and mesh.pp > 1, distributed=distributed)

@@ -407,6 +407,18 @@ def _einsum(
     return Expr(f"torch.einsum({_arguments((equation, *tensors), {}, operands, context)})")
 
 
+def _tensors_one_by_one(name: str) -> Special:
+    """Functions that take their tensors as arguments, where aten has a list."""
+
+    def write(
+        args: Sequence[object], kwargs: dict[str, object], operands: Sequence[Expr], context: Context
+    ) -> Expr | None:
+        assert isinstance(args[0], tuple)
+        return Expr(f"torch.{name}({_arguments(args[0], kwargs, operands, context)})")
+
+    return write
+
+
 SPECIAL: Mapping[str, Special] = {
     **{name: _binary(sign, strength) for name, (sign, strength) in BINARY.items()},
     "neg": _negative,
@@ -418,4 +430,5 @@ SPECIAL: Mapping[str, Special] = {
     "_to_copy": _to,
     "index": _index,
     "einsum": _einsum,
+    **{name: _tensors_one_by_one(name) for name in ("broadcast_tensors", "meshgrid", "block_diag", "cartesian_prod")},
 }
