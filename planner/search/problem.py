@@ -12,6 +12,9 @@ at once. What the axes force (docs/design.md, "Placements"):
 | operation | no inner collectives; none in the prelude | batch factor, none, grad, partial | any factor but batch |
 | conversion | identity; R -> S of prelude values | any | any |
 | loss | P/R | R, P/R | R, P/R |
+
+On tp a matrix (a parameter of two dims) is split wherever it can be: split tokens over whole matrices are context
+parallelism, another axis. No parameter is gathered over tp: that is what FSDP does on dp, ahead of time.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ..capture.graph import Kind, ModelGraph, Node, Ref, TensorType
 from ..sharding.mesh import MICROBATCH, Axis
 from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
 from ..sharding.program import Placements
+from ..sharding.redistribute import COLLECTIVES, conversion, has_conversion
 from ..sharding.rules import Option, interesting_groups, options_of
 from .assignment import Assignment, Choice, Group, Problem
 
@@ -35,6 +39,7 @@ State = tuple[Pair, ...]  # one per axis
 # Operations that write into an operand: that operand must be the stored buffer itself, never a converted copy.
 _WRITES_OPERANDS = ("aten.batch_norm.default",)
 _UNSPLIT = ("none", "grad")
+_MATRIX_DIMS = 2
 
 
 class Costs(Protocol):
@@ -170,6 +175,10 @@ def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rul
     if axis.name != "tp":
         return [normal(SUMMED_GRADIENT, trainable)]
     asked = [pair for pair in space.asked.get((template, Ref(node.name)), ()) if pair.is_split]
+    if node.kind is Kind.PARAMETER and len(node.output.shape) == _MATRIX_DIMS:
+        divisible = [pair for pair in asked if can_split(node.output, {axis.name: pair}, (axis,))]
+        if divisible:
+            return divisible
     if node.kind is Kind.PARAMETER:
         return list(dict.fromkeys(normal(p, trainable) for p in (REPLICATED, SUMMED_GRADIENT, *asked)))
     return [REPLICATED, *asked] if node.kind is Kind.BUFFER else [REPLICATED]
@@ -406,16 +415,28 @@ class _Builder:
         made = dict.fromkeys(_state(choice.outputs[ref.index]) for choice in self.choices[producer[0]])
         wanted = dict.fromkeys(_state(c.operands[j]) for n, j in consumers for c in self.choices[n])
         may_slice = crosses and t == self.space.prelude
+        is_parameter = self.space.graph.templates[t].by_name[ref.node].kind is Kind.PARAMETER
         prices: dict[tuple[State, State], float] = {}
         for source in made:
             for target in wanted:
                 if source == target:
                     prices[source, target] = 0.0
-                elif not identity_only and self._keeps_time(source, target, may_slice):
+                elif identity_only or not self._keeps_time(source, target, may_slice):
+                    continue
+                elif not (is_parameter and self._gathers(source, target)):
                     price = self.costs.conversion(value, source, target)
                     if price is not None:
                         prices[source, target] = price
         self.groups.append(Group(producer=producer, consumers=consumers, weight=weight, prices=prices))
+
+    def _gathers(self, source: State, target: State) -> bool:
+        """Whether a parameter would be communicated over tp in every microbatch."""
+        for axis, p, r in zip(self.axes, source, target, strict=True):
+            if axis.name == "tp" and p != r:
+                found = conversion(p, r) if has_conversion(p, r) else None
+                if found is None or found.forward in COLLECTIVES or found.backward in COLLECTIVES:
+                    return True
+        return False
 
     def _keeps_time(self, source: State, target: State, may_slice: bool) -> bool:
         """On the microbatch axis nothing changes, but that the loop slices what the prelude made."""
