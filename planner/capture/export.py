@@ -14,7 +14,6 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,13 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedModel
 from .canonical import MAX_CONSTANT_ELEMENTS, Leaf, Translator
-from .flat import FlatGraph, FlatNode, live_nodes
-from .graph import Arg, Kind, Symbol
+from .flat import FlatGraph
+from .graph import Kind
+from .modes import flags_by_calls, flags_by_graphs
 from .step import TrainingStep
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-TRAINING = Symbol("training", "")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
 _REGION = "wrap_with_autocast"
 
@@ -83,6 +82,11 @@ def flat_graph(
     train = _translate(program, tuple(tensors), batch_dims, canonical, trains, on_meta)
     if not reads:
         return train, ()
+    if on_meta:
+        with _quiet():
+            flagged = flags_by_calls(step, list(tensors.values()), train)
+        if flagged is not None:
+            return flagged, ()
     step.eval()
     try:
         program = export_step(step, list(tensors.values()))
@@ -93,7 +97,7 @@ def flat_graph(
         return train, (f"eval mode cannot be captured: {error.what}",)
     finally:
         step.train()
-    return _with_training_flags(train, evaluation)
+    return flags_by_graphs(train, evaluation)
 
 
 def _translate(
@@ -154,56 +158,6 @@ def _has_autocast(module: fx.GraphModule) -> bool:
         for node in inner.graph.nodes
         if node.op == "call_function"
     )
-
-
-# Train and eval mode
-
-
-def _with_training_flags(train: FlatGraph, evaluation: FlatGraph) -> tuple[FlatGraph, tuple[str, ...]]:
-    """Replace literals that are True in train and False in eval mode by `self.training`.
-
-    A dropout probability that is 0 in eval mode stays as it is: a random operation draws only in training.
-    """
-    ours, theirs = live_nodes(train, with_buffers=False), live_nodes(evaluation, with_buffers=False)
-    rename: dict[str, str] = {}
-    flagged: dict[str, FlatNode] = {}
-    for left, right in zip(ours, theirs, strict=False):
-        rename[right.name] = left.name
-        args = tuple(_merge(a, b, rename) for a, b in zip(left.args, right.args, strict=False))
-        kwargs = tuple((key, _merge(a, b, rename)) for (key, a), (_, b) in zip(left.kwargs, right.kwargs, strict=False))
-        same = left.op == right.op and left.kind is right.kind and left.outputs == right.outputs
-        same = (
-            same and len(left.args) == len(right.args) and [k for k, _ in left.kwargs] == [k for k, _ in right.kwargs]
-        )
-        if not same or _DIFFERENT in (*args, *(value for _, value in kwargs)):
-            return train, (f"eval mode runs other operations than training, first at {left.source or left.name}",)
-        flagged[left.name] = replace(left, args=args, kwargs=kwargs)
-    if len(ours) != len(theirs):
-        return train, ("eval mode runs other operations than training",)
-    return replace(train, nodes=tuple(flagged.get(node.name, node) for node in train.nodes)), ()
-
-
-_DIFFERENT = object()
-
-
-def _merge(train: Arg, evaluation: Arg, rename: Mapping[str, str]) -> Arg:
-    from .graph import Ref
-
-    if isinstance(train, Ref):
-        same = (
-            isinstance(evaluation, Ref)
-            and rename.get(evaluation.node) == train.node
-            and evaluation.index == train.index
-        )
-        return train if same else _DIFFERENT
-    if isinstance(train, tuple) and isinstance(evaluation, tuple) and len(train) == len(evaluation):
-        items = tuple(_merge(a, b, rename) for a, b in zip(train, evaluation, strict=True))
-        return _DIFFERENT if _DIFFERENT in items else items
-    if train is True and evaluation is False:
-        return TRAINING
-    if isinstance(train, float) and evaluation == 0.0 and 0 < train < 1:
-        return train
-    return train if train == evaluation else _DIFFERENT
 
 
 # Guards around the export
