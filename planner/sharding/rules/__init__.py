@@ -22,6 +22,7 @@ from .registry import (
     register,
     registered_ops,
     rule_of,
+    saved_of,
 )
 
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
@@ -30,5 +31,5 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
 
 __all__ = [
     "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups", "label_groups",
-    "options_of", "plain_label", "register", "registered_ops", "rule_of",
+    "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ....cost_models.work import Work
 from ...capture.graph import Node, TensorType
 from .factors import contraction_work, factor_options
-from .registry import LocalTypes, OpRule, Option, pointwise_work, register
+from .registry import LocalTypes, OpRule, Option, Saved, pointwise_work, register
 
 Lettering = Callable[[Node, LocalTypes, TensorType], tuple[list[list[str]], list[str]]]
 
@@ -51,7 +51,12 @@ def _register(ops: tuple[str, ...], lettering: Lettering) -> None:
         names, out = lettering(node, operands, outputs[0])
         return contraction_work(names, out, operands, outputs[0])
 
-    register(OpRule(ops=ops, options=options, work=work))
+    register(OpRule(ops=ops, options=options, work=work, saved=_saved))
+
+
+def _saved(node: Node) -> Saved:
+    """Each operand for the gradient of the other."""
+    return Saved(operands=(0, 1), wanted_by=((0, 1), (1, 0)))
 
 
 def _equation(node: Node) -> tuple[list[list[str]], list[str]] | None:

@@ -126,8 +126,12 @@ def _saves_condition(node: Node) -> Saved:
 
 
 def _saves_product(node: Node) -> Saved:
-    """A product with a literal keeps nothing."""
-    return Saved(operands=(0, 1)) if len(node.operands) == 2 else Saved()
+    """Each factor for the gradient of the other; a product with a literal keeps nothing."""
+    if len(node.operands) < 2:
+        return Saved()
+    if node.op == "aten.mul.Tensor":
+        return Saved(operands=(0, 1), wanted_by=((0, 1), (1, 0)))
+    return Saved(operands=(0, 1), wanted_by=((0, 1), (1, 0), (1, 1)))
 
 
 def _rule(op: str) -> OpRule:

@@ -87,14 +87,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What autograd keeps for the backward: operand and output positions, and bytes of other tensors (masks, statistics).
+    """What autograd keeps for the backward: operand and output positions, and bytes of masks, statistics and the like.
 
-    `extra_bytes` is reckoned from `node.outputs`: for one rank, ask with the local types in them (`saved_on_rank`).
+    `wanted_by`: (kept operand, operand whose gradient needs it); an operand that is in no pair is kept in any case.
     """
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra_bytes: int = 0
+    wanted_by: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,20 @@ def saved_on_rank(node: Node, outputs: LocalTypes) -> Saved:
     """What autograd keeps on one rank, from the local output types; without a rule every operand."""
     rule = rule_of(node.op)
     return (saves_operands if rule is None else rule.saved)(replace(node, outputs=tuple(outputs)))
+
+
+def saved_of(node: Node, operands: LocalTypes) -> Saved:
+    """What autograd keeps, knowing which operands have a gradient: `x * mask` keeps the mask alone."""
+    if not any(value.requires_grad for value in operands):
+        return Saved()
+    rule = rule_of(node.op)
+    saved = saves_operands(node) if rule is None else rule.saved(node)
+
+    def is_kept(position: int) -> bool:
+        wanting = [other for kept, other in saved.wanted_by if kept == position]
+        return not wanting or any(operands[other].requires_grad for other in wanting)
+
+    return replace(saved, operands=tuple(i for i in saved.operands if is_kept(i)))
 
 
 def registered_ops() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from autopar.planner.capture.graph import Symbol
-from autopar.planner.sharding.rules import rule_of
+from autopar.planner.sharding.rules import rule_of, saved_of
 from harness import Case, _filled, _leaves, _run_aten, case, node_of, randint, randn
 
 x, y, w = randn(4, 8), randn(4, 8, seed=1), randn(16, 8)
@@ -23,6 +23,13 @@ CASES = (
     case("aten.mul.Tensor", x, 0.5),
     case("aten.div.Tensor", x, y),
     case("aten.div.Tensor", x, 8.0),
+    case("aten.mul.Tensor", x, y, no_grad=(0,)),
+    case("aten.mul.Tensor", x, y, no_grad=(1,)),
+    case("aten.div.Tensor", x, y, no_grad=(0,)),
+    case("aten.div.Tensor", x, y, no_grad=(1,)),
+    case("aten.linear.default", x, w, no_grad=(0,)),
+    case("aten.linear.default", x, w, no_grad=(1,)),
+    case("aten.relu.default", x, no_grad=(0,)),
     case("aten.neg.default", x),
     case("aten.clone.default", x),
     case("aten._to_copy.default", x, dtype=Symbol("dtype", "float32")),
@@ -109,6 +116,7 @@ def kept_by_autograd(example: Case) -> tuple[set[int], set[int], int]:
 
 @pytest.mark.parametrize("example", CASES, ids=lambda c: c.op)
 def test_saved_is_what_autograd_keeps(example: Case) -> None:
-    node, _ = node_of(example)
-    saved = rule_of(node.op).saved(node)
+    node, operands = node_of(example)
+    assert rule_of(node.op) is not None
+    saved = saved_of(node, operands)
     assert (set(saved.operands), set(saved.outputs), saved.extra_bytes) == kept_by_autograd(example)
