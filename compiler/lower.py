@@ -80,13 +80,14 @@ class Edge:
 class Run:
     """Consecutive units of one template, fed alike: a loop if there are several.
 
-    `carried`: input position -> output position of the unit before, inside the run. The edges are those of the first unit;
-    every later unit has equal conversions.
+    `carried`: input position -> output position of the unit before, inside the run. `edges` are those of the first unit,
+    `later` those of every other one: alike, or without the conversions that only the first needs.
     """
 
     template: int
     units: tuple[int, ...]
     edges: tuple[Edge, ...]
+    later: tuple[Edge, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
 
 
@@ -267,12 +268,12 @@ def _grow(
         if readers.get(value, set()) - {unit} or value == graph.loss:
             return None
     carried: dict[int, int] = {}
-    for position, (edge, first) in enumerate(zip(edges, run.edges, strict=True)):
-        if (edge.changes, edge.batch, edge.layout) != (first.changes, first.batch, first.layout):
+    for position, (edge, first) in enumerate(zip(edges, run.later or run.edges, strict=True)):
+        if not _fed_alike(first, edge, is_second=not run.later, is_carried=edge.value.unit == before):
             return None
         if edge.value.unit == before:
             carried[position] = edge.value.output
-        elif edge.value != first.value:
+        elif edge.value != run.edges[position].value:
             return None
     if len(run.units) > 1 and tuple(sorted(carried.items())) != run.carried:
         return None
@@ -283,7 +284,14 @@ def _grow(
             return None
         if graph.type_of(run.edges[position].value).shape != graph.type_of(Value(before, output)).shape:
             return None
-    return replace(run, units=(*run.units, unit), carried=tuple(sorted(carried.items())))
+    return replace(run, units=(*run.units, unit), later=edges, carried=tuple(sorted(carried.items())))
+
+
+def _fed_alike(one: Edge, other: Edge, *, is_second: bool, is_carried: bool) -> bool:
+    """Whether two units of a loop take an input alike; the second may lack what only the value from outside needs."""
+    if (one.changes, one.batch, one.layout) == (other.changes, other.batch, other.layout):
+        return True
+    return is_second and is_carried and not other.changes and one.batch is None
 
 
 def _tensors(

@@ -291,7 +291,7 @@ def _inlined(steps: Sequence[Statement | Loop], known: Mapping[Key, Expr]) -> se
             and isinstance(reading[0], Statement)
             and (reading[0].group == step.group or not reading[0].results)
             and expr.weight <= INLINE_OPERATIONS
-            and len(expr.text) <= INLINE_WIDTH
+            and len(expr.text) <= (INLINE_WIDTH if reading[0].results else 2 * INLINE_WIDTH - 20)
         ):
             found.add(result)
             exprs[result] = expr

@@ -431,9 +431,9 @@ class Writer:
         for position, edge in enumerate(run.edges):
             name = names.get(edge.value) or self.prelude_names.get(edge.value, "x")
             key: Key = (run.units[0], "edge", position)
-            if not looped or (edge.value.unit == PRELUDE and position not in carried):
-                found = self._edge(body, edge, key, scope, name)
-                start = found
+            is_outside = edge.value.unit == PRELUDE and position not in carried
+            if not looped or is_outside or (position in carried and not run.later[position].changes):
+                start = found = self._edge(body, edge, key, scope, name)
             else:
                 start, found = _source(edge), None
             if not looped:
@@ -446,7 +446,7 @@ class Writer:
                 inside.append((run.units[0], "inside", position))
                 back.append(carried.get(position))
                 same = len(starts) - 1
-            if found is None:
+            if found is None and edge.changes:
                 operands.append(self._edge(body, edge, key, scope, name, into=steps, start=inside[same]))
             else:
                 operands.append(inside[same])

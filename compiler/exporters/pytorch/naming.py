@@ -12,6 +12,11 @@ from ...source import assigned_names, identifier
 
 
 VIEWS = ("reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t", "clone", "_to_copy", "to")
+# Operations that make something new of their operand: named after the module that runs them.
+PRODUCERS = (
+    "linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm", "batch_norm", "matmul",
+    "scaled_dot_product_attention", "cross_entropy_loss", "mse_loss", "nll_loss_nd",
+)  # fmt: skip
 BUILTINS = frozenset(dir(builtins))
 
 
@@ -30,12 +35,12 @@ def value_names(template: Template) -> dict[Ref, str]:
 
 
 def _fallback(node: Node, names: dict[Ref, str]) -> str:
-    """The module that made the value; where none did, what a view looks at, or the operation."""
+    """The module that made the value; for what is computed from it further on, the name of what it is computed from."""
     if node.kind is not Kind.OP:
         return identifier("_".join(node.name.split(".")[-2:]))
     parts = [part for part in node.module.split(".") if part and not part.isdigit()]
     operation = node.op.split(".")[1] if node.op.count(".") > 1 else node.op
-    if operation in VIEWS and node.operands:
+    if node.operands and operation not in PRODUCERS and (operation in VIEWS or node.output.requires_grad):
         return names[node.operands[0]]
     return identifier(parts[-1] if parts else operation.lstrip("_"))
 
@@ -44,9 +49,12 @@ def _user_names(template: Template) -> Iterator[tuple[Ref, str]]:
     """`q, k, v = f(x)` names the values that leave this line, in order, if there are as many as it assigns."""
     operations = [node for node in template.nodes if node.kind is Kind.OP]
     readers = template.consumers()
-    # `x = x + self.attn(self.ln_1(x))` comes up twice, around the operations of attn: the last time it is assigned.
-    groups = {source: list(group) for source, group in groupby(operations, key=lambda node: node.source)}
-    for source, group in groups.items():
+    groups = [(source, list(group)) for source, group in groupby(operations, key=lambda node: node.source)]
+    # `x = x + self.attn(self.ln_1(x))` comes up twice, around the operations of attn: x is what it ends with.
+    ends = {source: group[-1].module for source, group in groups}
+    for source, group in groups:
+        if group[-1].module != ends[source]:
+            continue
         code = source.partition(": ")[2]
         names = assigned_names(code)
         if names and not _is_inner_call(code, template.pattern.rpartition(".")[2]):
