@@ -54,16 +54,13 @@ class TensorChange:
     event: TensorEvent
     old_shape: tuple[int, ...] | None
     new_shape: tuple[int, ...] | None
-    old_placement: str  # "dp R/P, tp S(0)"
+    old_placement: str  # "tp S(0)", "whole", "" where the plan has no such tensor
     new_placement: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementChange:
-    """How an operation is split on one mesh axis; "none" where it is computed alike.
-
-    Node and axis "*": the whole template is in one of the plans only.
-    """
+    """How an operation is split on one mesh axis; "none" where it is computed alike, or the axis is of size 1."""
 
     template: str
     node: str
@@ -195,7 +192,9 @@ def _named_tensors(plan: Plan) -> dict[str, _Tensor]:
     patterns = sorted({*plan.tensors, *plan.tensor_shapes}, key=lambda pattern: (pattern.count("*"), pattern))
     found: dict[str, _Tensor] = {}
     for pattern in patterns:  # exact names first: they win over patterns that match them too
-        placement = ", ".join(f"{axis} {pair}" for axis, pair in sorted(plan.tensors.get(pattern, {}).items())) or "R"
+        # R and R/P both hold the tensor whole; how its gradient is summed shows in the placements.
+        pairs = sorted((axis, pair) for axis, pair in plan.tensors.get(pattern, {}).items() if pair.startswith("S"))
+        placement = ", ".join(f"{axis} {pair}" for axis, pair in pairs) or "whole"
         for name in _matches(pattern, blocks):
             found.setdefault(name, (plan.tensor_shapes.get(pattern), placement))
     return found
@@ -276,12 +275,8 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _placements(old: Plan, new: Plan) -> tuple[PlacementChange, ...]:
     found = []
     for template in sorted({*old.placements, *new.placements}):
-        before, after = old.placements.get(template), new.placements.get(template)
-        if before is None or after is None:
-            # The template came or went: its nodes have nothing to compare with.
-            states = "absent" if before is None else "present", "absent" if after is None else "present"
-            found.append(PlacementChange(template=template, node="*", axis="*", old=states[0], new=states[1]))
-            continue
+        # A template that computes everything alike is left out of a plan.
+        before, after = old.placements.get(template, {}), new.placements.get(template, {})
         for node in sorted({*before, *after}):
             one, two = before.get(node, {}), after.get(node, {})
             for axis in sorted({*one, *two}):

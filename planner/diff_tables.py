@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..cost_models.units import format_bytes, format_seconds
-from .diff import Measure, PlanDiff, TensorChange
+from .diff import Measure, PlacementChange, PlanDiff, TensorChange
 from .tables import Table
 
 
@@ -12,10 +14,13 @@ def format_measure(measure: Measure, value: float) -> str:
 
 
 def format_change(measure: Measure) -> str:
-    """ "+4.2%", "new" where nothing became something, "=" where equal."""
-    if measure.change_fraction is None:
+    """ "+4.2%", "new" where nothing became something, "=" where equal, "~" where the change rounds to nothing."""
+    change = measure.change_fraction
+    if change is None:
         return "new"
-    return f"{measure.change_fraction:+.1%}" if measure.old != measure.new else "="
+    if change == 0:
+        return "="
+    return "~" if abs(change) < 0.0005 else f"{change:+.1%}"
 
 
 def diff_tables(diff: PlanDiff) -> tuple[Table, ...]:
@@ -47,10 +52,26 @@ def diff_tables(diff: PlanDiff) -> tuple[Table, ...]:
         Table(
             title="Operations",
             columns=("template", "operation", "axis", "old", "new"),
-            rows=tuple((c.template, c.node, c.axis, c.old, c.new) for c in diff.placements),
+            rows=_operation_rows(diff.placements),
         ),
     )
     return tuple(table for table in tables if table.rows)
+
+
+def _operation_rows(changes: Sequence[PlacementChange]) -> tuple[tuple[str, ...], ...]:
+    """One row a change; an axis that a whole template newly splits, or splits no more, is one row."""
+    groups: dict[tuple[str, str], list[PlacementChange]] = {}
+    for change in changes:
+        groups.setdefault((change.template, change.axis), []).append(change)
+    rows: list[tuple[str, ...]] = []
+    for (template, axis), group in groups.items():
+        is_new, is_gone = all(c.old == "none" for c in group), all(c.new == "none" for c in group)
+        if len(group) > 2 and (is_new or is_gone):
+            sides = ("none", "split") if is_new else ("split", "none")
+            rows.append((template, f"{len(group)} operations", axis, *sides))
+        else:
+            rows.extend((c.template, c.node, c.axis, c.old, c.new) for c in group)
+    return tuple(rows)
 
 
 def _tensor_sides(change: TensorChange) -> tuple[str, str]:
@@ -69,7 +90,7 @@ def headline(diff: PlanDiff) -> str:
         return "The plans are the same."
     moves = ", ".join(f"{m.name.replace('_', ' ')} {format_change(m)}" for m in diff.measures[:2] if m.old != m.new)
     decision = "Same decision" if diff.is_same_decision else "The decision differs"
-    return f"{decision}; predicted {moves}." if moves else f"{decision}; same predictions for step time and memory."
+    return f"{decision}; predicted {moves}." if moves else f"{decision}; step time and memory are predicted alike."
 
 
 def diff_to_markdown(diff: PlanDiff, *, old: str, new: str) -> str:

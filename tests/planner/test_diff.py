@@ -88,7 +88,7 @@ def test_block_planned_by_itself(example_plan: Plan) -> None:
     (change,) = diff_plans(example_plan, new).tensors
     assert change.fqn == "h.0.mlp.c_proj.weight"
     assert change.event is TensorEvent.MOVED
-    assert (change.old_placement, change.new_placement) == ("dp R/P, tp S(1)", "dp R/P, tp R")
+    assert (change.old_placement, change.new_placement) == ("tp S(1)", "whole")
 
 
 def test_the_same_split_written_per_block_is_no_change(example_plan: Plan) -> None:
@@ -120,8 +120,22 @@ def test_operation_placements(example_plan: Plan) -> None:
     diff = diff_plans(example_plan, replace(example_plan, placements=new))
     assert diff.placements == (
         PlacementChange(template="Block", node="attn.c_attn.linear", axis="tp", old="n", new="none"),
-        PlacementChange(template="Head", node="*", axis="*", old="absent", new="present"),
+        PlacementChange(template="Head", node="linear", axis="tp", old="none", new="n"),
     )
+
+
+def test_a_newly_split_axis_is_one_row(example_plan: Plan) -> None:
+    nodes = {f"op{i}": {"tp": "n"} for i in range(5)}
+    whole, split = replace(example_plan, placements={}), replace(example_plan, placements={"Block": nodes})
+    there, back = diff_plans(whole, split), diff_plans(split, whole)
+    assert len(there.placements) == len(back.placements) == 5
+    assert diff_tables(there)[-1].rows == (("Block", "5 operations", "tp", "none", "split"),)
+    assert diff_tables(back)[-1].rows == (("Block", "5 operations", "tp", "split", "none"),)
+
+
+def test_gradient_sums_are_no_place(example_plan: Plan) -> None:
+    new = {**example_plan.tensors, "ln_f.weight": {"tp": "R"}}
+    assert diff_plans(example_plan, replace(example_plan, tensors=new)).is_empty
 
 
 def test_stage_that_went_away(example_plan: Plan) -> None:
@@ -226,7 +240,7 @@ def test_markdown(example_plan: Plan) -> None:
     assert "### autopar: `old.json` -> `new.json`" in text
     assert "| step time | 150 ms | 300 ms | +100.0% |" in text
     assert "| mesh dp | 2 | 1 |" in text
-    assert "| h.{8..9}.attn.c\\_attn.weight | added | - | 192x64 dp R/P, tp S(0;3) |" in text
+    assert "| h.{8..9}.attn.c\\_attn.weight | added | - | 192x64 tp S(0;3) |" in text
 
 
 def test_markdown_of_hostile_names(example_plan: Plan) -> None:
@@ -236,7 +250,7 @@ def test_markdown_of_hostile_names(example_plan: Plan) -> None:
         tensor_shapes={**example_plan.tensor_shapes, "a|b<script>": ()},
     )
     text = diff_to_markdown(diff_plans(example_plan, new), old="a", new="b")
-    assert "| a\\|b&lt;script> | added | - | scalar R |" in text
+    assert "| a\\|b&lt;script> | added | - | scalar whole |" in text
 
 
 def test_long_tables_fold_in_markdown(example_plan: Plan) -> None:
@@ -246,7 +260,7 @@ def test_long_tables_fold_in_markdown(example_plan: Plan) -> None:
 
 
 names = st.lists(st.sampled_from(["wte.weight", "h.*.a", "h.0.a", "h.*.b.c", "ln.weight"]), unique=True)
-pairs = st.sampled_from(["R", "S(0)", "S(1)"])
+pairs = st.sampled_from(["R", "R/P", "S(0)", "S(1)"])
 
 
 @given(data=st.data())
