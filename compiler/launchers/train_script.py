@@ -70,7 +70,8 @@ def initialize(stage: nn.Module, model_file: ModuleType, seed: int, checkpoint: 
     module exists once in a node's memory.
     """
     if checkpoint is not None:
-        load_full_state_dict(stage, torch.load(checkpoint, map_location="cpu", mmap=True))
+        full = torch.load(checkpoint, map_location="cpu", mmap=True)
+        load_full_state_dict(stage, {**buffers(stage, model_file), **full})
         return
     name = f"weights-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '0')}.pt"
     path = Path(tempfile.gettempdir()) / name
@@ -84,6 +85,22 @@ def initialize(stage: nn.Module, model_file: ModuleType, seed: int, checkpoint: 
     dist.barrier()
     if is_builder:
         path.unlink()
+
+
+def buffers(stage: nn.Module, model_file: ModuleType) -> dict[str, torch.Tensor]:
+    """The buffers of the user's module, if the stage has some that no checkpoint holds; built without its parameters."""
+    if {name for name, _ in stage.named_buffers()} <= stage.state_dict().keys():
+        return {}
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        return dict(build_model(model_file).named_buffers())
+    finally:
+        nn.Module.register_parameter = register
 
 
 def batches(model_file: ModuleType, batch_size: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -179,6 +196,9 @@ def main() -> None:
         )
     state = TrainingState(stage, optimizer)
     if arguments.resume:
+        for name, value in buffers(stage, model_file).items():
+            if name in dict(stage.named_buffers()):
+                stage.get_buffer(name).copy_(value)
         checkpoint.load({"training": state}, checkpoint_id=newest_checkpoint(arguments.checkpoint_dir))
     else:
         initialize(stage, model_file, arguments.seed, arguments.init_checkpoint)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # overload packet -> (name in a plan, position of the argument that is the payload)
 _OPS = {
@@ -44,6 +45,15 @@ class CollectiveRecorder(TorchDispatchMode):
         self.widened = widened
         self.recorded: Recorded = Counter()
 
+    def __enter__(self) -> CollectiveRecorder:
+        # torch 2.13 cannot make a tensor subclass that has no constructor of its own under a dispatch mode.
+        CausalBias.__new__ = _new_without_modes  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        del CausalBias.__new__
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name, args)
@@ -67,6 +77,11 @@ class CollectiveRecorder(TorchDispatchMode):
             tensor.numel() * (4 if self.widened and tensor.dtype == torch.float64 else tensor.element_size())
             for tensor in _tensors(payload)
         )
+
+
+def _new_without_modes(cls: type[torch.Tensor], *arguments: Any, **keywords: Any) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.Tensor.__new__(cls)
 
 
 def _tensors(payload: Any) -> Iterator[torch.Tensor]:
