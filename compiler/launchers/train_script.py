@@ -88,7 +88,7 @@ def initialize(stage: nn.Module, model_file: ModuleType, seed: int, checkpoint: 
 
 
 def buffers(stage: nn.Module, model_file: ModuleType) -> dict[str, torch.Tensor]:
-    """The buffers of the user's module, if the stage has some that no checkpoint holds; built without its parameters."""
+    """The buffers of the user's module, if the stage has some that no checkpoint holds; built without parameters."""
     if {name for name, _ in stage.named_buffers()} <= stage.state_dict().keys():
         return {}
     register = nn.Module.register_parameter
