@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..capture.graph import Node, TensorType
+from ..capture.graph import Kind, Node, TensorType
 from ..sharding.mesh import MICROBATCH, Axis, Mesh
-from ..sharding.placement import can_split
-from ..sharding.program import Placements, node_layouts, option_named
+from ..sharding.placement import can_split, parse_pair
+from ..sharding.program import Placements
 from ..sharding.redistribute import changes
+from ..sharding.rules import rule_of
 from .assignment import NoAssignment
 from .placements_ilp import solve
 from .problem import Labels, Rules, Space, State, build_problem, empty_placements
@@ -72,9 +73,7 @@ def find_batch_split(space: Space) -> BatchSplit:
         placements = _solve(space, Axis(MICROBATCH, size))
         return BatchSplit(placements=placements)
     except NoAssignment as stuck:
-        obstacle = (
-            f"no operation-by-operation split of the batch exists ({stuck.vertex or 'some operation mixes samples'})"
-        )
+        obstacle = _obstacle(space, stuck.vertex)
     try:
         on_dp = _solve(space, Axis("dp", size))
     except NoAssignment:
@@ -84,6 +83,20 @@ def find_batch_split(space: Space) -> BatchSplit:
         for placement in on_dp
     )
     return BatchSplit(placements=renamed, obstacle=obstacle)
+
+
+def _obstacle(space: Space, vertex: str) -> str:
+    """Why microbatches change the result: operations that need all samples at once, or where the split got stuck."""
+    mixing = [
+        f"{node.name} of {template.name}"
+        for template in space.graph.templates
+        for node in template.of_kind(Kind.OP)
+        if (rule := rule_of(node.op)) is not None and rule.mixes_samples
+    ]
+    if mixing:
+        others = f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+        return f"{mixing[0]}{others} needs the whole batch at once"
+    return f"no operation-by-operation split of the batch exists{f' ({vertex})' if vertex else ''}"
 
 
 def _solve(space: Space, axis: Axis) -> Placements:
@@ -107,15 +120,16 @@ def splits_evenly(space: Space, placements: Placements, mesh: Mesh) -> bool:
             label = placements[t].get(node.name, {}).get(MICROBATCH)
             if label is None:
                 continue
-            chosen = {node.name: {axis.name: label for axis in axes}}
-            types = [template.type_of(ref) for ref in node.operands]
-            if node.operands or node.op:
-                extent = option_named(node, types, label).extent
-                if extent and extent % together:
+            if node.kind is Kind.OP:
+                option = next(o for o in space.options[t, node.name] if o.label == label)
+                if option.extent and option.extent % together:
                     return False
-            wants, makes = node_layouts(template, node, chosen, axes)
-            for value, layout in zip((*types, *node.outputs), (*wants, *makes), strict=True):
-                if not can_split(value, layout, axes):
+                values = (*(template.type_of(ref) for ref in node.operands), *node.outputs)
+                pairs = (*option.operands, *option.outputs)
+            else:
+                values, pairs = node.outputs, (parse_pair(label),)
+            for value, pair in zip(values, pairs, strict=True):
+                if pair.is_split and not can_split(value, {axis.name: pair for axis in axes}, axes):
                     return False
     return True
 
