@@ -7,8 +7,9 @@
 | SUMMED_GRADIENT | Replicate | Partial | R/P |
 | PARTIAL | Partial | Replicate | P/R |
 
-`S(dim; groups)` first cuts the dim into `groups` equal runs and then splits every run over the axis: the split of the heads in
-a fused [q, k, v] dim is S(0;3), the split of T in a flattened (B, T) dim is S(0;B). `groups` is counted on the global tensor.
+`S(dim; groups)` first cuts the dim into `groups` equal runs and then splits every run over the axis: the split of the
+heads in a fused [q, k, v] dim is S(0;3), the split of T in a flattened (B, T) dim is S(0;B). `groups` is counted on the
+global tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Graph + placements + mesh -> the local program of every template: local types, calls and conversions, in order.
 
 The one place that decides which conversions run and who shares them. The search reads it to price a plan exactly, the
-compiler reads it to write code, verify reads it to know every collective: all three therefore speak of the same program.
+compiler reads it to write code, verify reads it to know every collective: all three therefore speak of the same
+program.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateProgram:
-    """A template on one rank. `inputs` and `tensors` are the Vars of INPUT nodes and of PARAMETER, BUFFER, CONSTANT nodes."""
+    """A template on one rank. `inputs`: Vars of INPUT nodes; `tensors`: those of PARAMETER, BUFFER, CONSTANT nodes."""
 
     template: Template
     inputs: tuple[Var, ...]

@@ -16,7 +16,7 @@ from .placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, Pair, can_s
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`function` is the runtime function's name; the other two name the operation, "" for none, a local one in brackets."""
+    """`function` names the runtime function, the others the operation: "" for none, a local one in brackets."""
 
     function: str
     forward: str
@@ -59,8 +59,8 @@ def has_conversion(source: Pair, target: Pair) -> bool:
 class CollectiveUse:
     """One collective that a rank takes part in.
 
-    `num_bytes` is the payload of the whole group: the full tensor for all_reduce, the gathered tensor for all_gather, the
-    unreduced tensor for reduce_scatter, the local tensor for all_to_all, what is sent for send.
+    `num_bytes` is the payload of the whole group: the full tensor for all_reduce, the gathered tensor for all_gather,
+    the unreduced tensor for reduce_scatter, the local tensor for all_to_all, what is sent for send.
     `phase`: "forward", "backward" (both every microbatch) or "step" (once a step).
     """
 
@@ -95,8 +95,8 @@ class Change:
 def changes(value: TensorType, source: Layout, target: Layout, axes: Sequence[Axis]) -> tuple[Change, ...]:
     """The cheapest legal order of one-axis conversions from `source` to `target`, with local types between.
 
-    Several axes on one dim: splits are undone minor axis first and made major axis first. Ties keep mesh order. Where no
-    order is legal (a major axis is to split a dim that a minor one splits already), some axes go by way of R.
+    Several axes on one dim: splits are undone minor axis first and made major axis first. Ties keep mesh order. Where
+    no order is legal (a major axis is to split a dim that a minor one splits already), some axes go by way of R.
 
     Raises:
         KeyError: some axis has no such conversion, or no order is legal.

@@ -1,6 +1,6 @@
-"""The registry of sharding rules. Importing this package walks the folder: one file per family of operations registers itself.
+"""The registry of sharding rules. Importing this package walks the folder: each file registers a family of operations.
 
-To add an operation: write `planner/sharding/rules/<family>.py` that calls `register(OpRule(...))`. Nothing else changes.
+To add an operation write `planner/sharding/rules/<family>.py` that calls `register(OpRule(...))`. Nothing else changes.
 """
 
 import importlib
@@ -30,6 +30,6 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         importlib.import_module(f"{__name__}.{_module}")
 
 __all__ = [
-    "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups", "label_groups",
-    "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
+    "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups",
+    "label_groups", "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
 ]  # fmt: skip

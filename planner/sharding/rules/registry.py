@@ -6,18 +6,18 @@ On one mesh axis an operation picks one *option*: a factor that is split ("b", "
 - "grad": computed alike, each rank's gradient a partial sum, all pairs R/P (backward is linear in the output gradient);
 - "partial": operations linear in an operand pass partial sums through (that operand P/R, the others R/P).
 
-A factor's pairs follow from where it lies: an operand that holds it at dim i is S(i), one that lacks it is R/P; an output
-that holds it is S(j), one that lacks it (contracted) is P/R.
+A factor's pairs follow from where it lies: an operand that holds it at dim i is S(i), one that lacks it is R/P; an
+output that holds it is S(j), one that lacks it (contracted) is P/R.
 
-An option with `takes_groups` exists in grouped forms as well: label "d2;3" is "d2" with the groups of every split times 3.
-Which group counts are worth asking for follows from the views of a template: `interesting_groups`.
+An option with `takes_groups` exists in grouped forms as well: label "d2;3" is "d2" with the groups of every split times
+three. Which group counts are worth asking for follows from the views of a template: `interesting_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 
 from ....cost_models.work import Pass, Work
 from ...capture.graph import Arg, Kind, Node, Ref, Template, TensorType
@@ -31,7 +31,8 @@ class Option:
 
     `extent` must be divisible by the axis size, times the sizes of other axes that pick the same label (0: any size).
     `runs_collectives`: the body communicates inside, so the option cannot be taken on the microbatch axis.
-    `takes_groups`: any set of positions of the split dim may be computed apart from the others, so grouped splits are exact too.
+    `takes_groups`: any set of positions of the split dim may be computed apart from the others, so grouped splits are
+    exact too.
     `one_axis`: the body splits over one axis only, so no second axis may take the same label.
     """
 
@@ -74,9 +75,10 @@ class SeedRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The local operation: an aten op ("aten.linear.default") or a runtime function of compiler/runtime ("embedding_rows").
+    """The local operation: an aten op ("aten.linear.default") or a function of compiler/runtime ("embedding_rows").
 
-    Arguments as in `Node`, but Operand instead of Ref, plus AxisRef and SeedRef. `divide_by` divides the result by a constant (means over split dims).
+    Arguments as in `Node`, but Operand instead of Ref, plus AxisRef and SeedRef. `divide_by` divides the result by a
+    constant (means over split dims).
     """
 
     target: str
@@ -100,7 +102,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Argument of a Call: the local tensor at this position of `node.operands`, already in the pair the option asks for."""
+    """Argument of a Call: the local tensor at this position of `node.operands`, in the pair the option asks for."""
 
     position: int
 
@@ -140,7 +142,7 @@ def same_call(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
 
 
 def pointwise_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
-    """One kernel that reads every operand and writes every output once; backward reads the gradient and operands again."""
+    """One kernel reads every operand and writes every output once; backward reads the gradient and operands again."""
     read = sum(t.num_bytes for t in operands)
     written = sum(t.num_bytes for t in outputs)
     numel = sum(t.numel for t in outputs)
@@ -198,7 +200,7 @@ def register_fallback(find: Callable[[str], OpRule | None]) -> None:
     _FALLBACKS.append(find)
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule_of(op: str) -> OpRule | None:
     """The rule of an operation, None where there is none: it is then computed replicated."""
     if op in _RULES:
@@ -236,8 +238,8 @@ def registered_ops() -> tuple[str, ...]:
 def options_of(node: Node, operands: Sequence[TensorType], groups: frozenset[int] = frozenset()) -> tuple[Option, ...]:
     """Every option of an operation, "none" and "grad" first; `operands` are the global operand types.
 
-    Without a gradient "grad" is the same as "none" and left out. An operation without a rule has only these. Options that
-    take groups are followed by their forms for every count in `groups` that divides their extent.
+    Without a gradient "grad" is the same as "none" and left out. An operation without a rule has only these. Options
+    that take groups are followed by their forms for every count in `groups` that divides their extent.
     """
     if node.kind is not Kind.OP:
         raise ValueError(f"{node.name} is no operation")
@@ -266,7 +268,7 @@ def label_groups(label: str) -> int:
 
 
 def interesting_groups(template: Template) -> frozenset[int]:
-    """The group counts above one that the views of a template make: flattened dims, fused projections, concatenations."""
+    """The group counts above one that a template's views make: flattened dims, fused projections, concatenations."""
     found: set[int] = set()
     for node in template.nodes:
         if node.kind is Kind.OP:
