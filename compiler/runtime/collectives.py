@@ -7,6 +7,9 @@ sum over ranks that has not been taken. `axis` is a one-dimensional DeviceMesh.
 every part is split over the axis by itself. It is counted on the tensor that the function is given.
 """
 
+# autograd.Function asks for overrides of another signature.
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,8 @@
 """Losses over classes that an axis splits. The logits stay where they are; two numbers a sample travel."""
 
+# autograd.Function asks for overrides of another signature.
+# pyright: reportIncompatibleMethodOverride=false
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,5 +1,8 @@
 """Normalisation over dims that axes split: statistics of all ranks, one small collective each way per axis."""
 
+# autograd.Function asks for overrides of another signature.
+# pyright: reportIncompatibleMethodOverride=false
+
 from math import prod
 
 import torch

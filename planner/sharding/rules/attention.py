@@ -44,6 +44,12 @@ def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
         extent = num_groups if dim == heads else query.shape[dim]
         if places is not None and extent > 1:
             found.append(run_option(f"d{dim}", extent, places, [split(dim)]))
+    if query.shape[heads] > num_groups:
+        # The query heads of every key-value head are split among ranks that all hold that head.
+        places = _with_mask([split(heads), None, None], mask, node.output, heads)
+        if places is not None:
+            places = [place and replace(place, groups=num_groups) for place in places]
+            found.append(run_option("r", query.shape[heads] // num_groups, places, [split(heads, num_groups)]))
     queries = count - 2
     places = _with_mask([split(queries), None, None], mask, node.output, queries)
     is_causal = bool(given["is_causal"])
@@ -55,7 +61,7 @@ def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
 
 
 def _with_mask(places: list, mask: TensorType | None, output: TensorType, dim: int) -> list | None:
-    """Add the mask's place; a mask broadcasts from the right. None where the mask cannot be split like the heads."""
+    """Add the mask's place; a mask broadcasts from the right. None where the mask cannot be split like the output."""
     if mask is None:
         return places
     position = dim - (len(output.shape) - len(mask.shape))
@@ -66,7 +72,7 @@ def _with_mask(places: list, mask: TensorType | None, output: TensorType, dim: i
 
 def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
     given = arguments(node, SCHEMA)
-    splits = axes_of(labels, *(f"d{i}" for i in range(len(node.output.shape) - 2)), "q")
+    splits = axes_of(labels, *(f"d{i}" for i in range(len(node.output.shape) - 2)), "r", "q")
     kwargs: tuple[tuple[str, Arg], ...] = ()
     for name in ("scale", "enable_gqa"):
         if given[name] != SCHEMA[name]:

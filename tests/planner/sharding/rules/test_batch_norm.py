@@ -24,7 +24,7 @@ CASES = (
 
 @pytest.mark.gloo
 def test_batch_norm_is_exact_on_every_option() -> None:
-    assert check(CASES) > 150
+    assert check(CASES) > 100
 
 
 def test_only_statistics_of_the_batch_communicate() -> None:

@@ -35,7 +35,7 @@ CASES = (
 
 @pytest.mark.gloo
 def test_convolutions_are_exact_on_every_option() -> None:
-    assert check(CASES) > 300
+    assert check(CASES) > 100
 
 
 def test_borders_are_declared_as_sent_both_ways() -> None:

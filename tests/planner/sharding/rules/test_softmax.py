@@ -20,7 +20,7 @@ CASES = (
 
 @pytest.mark.gloo
 def test_softmax_is_exact_on_every_option() -> None:
-    assert check(CASES) > 200
+    assert check(CASES) > 100
 
 
 def test_maxima_and_sums_travel() -> None:
