@@ -1,0 +1,123 @@
+"""Canonical form: docs/design.md says what it is."""
+
+import pytest
+from autopar.planner.capture.graph import Kind, Symbol
+from compare import assert_equal, capture, outcome
+
+INPUTS = "\ndef example_inputs(batch_size=4):\n    return (torch.randn(batch_size, 8, 12),)\n"
+
+
+def net(forward, init="self.l = nn.Linear(12, 12)"):
+    return (
+        f"class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n"
+        f"    def forward(self, x):\n        {forward}\n" + INPUTS
+    )
+
+
+def operations(graph):
+    return [(n.op, n.args) for t in graph.templates for n in t.of_kind(Kind.OP)]
+
+
+def test_one_spelling(model_file):
+    path = model_file(
+        net(
+            "x = self.l(x); a, b = x.chunk(2, dim=-1); y = (a * b).flatten(-2).unflatten(-1, (8, 6)).contiguous(); "
+            "return y.clone().to(y.dtype).transpose(-1, -2).softmax(-1).square().mean()"
+        )
+    )
+    found = operations(capture(path))
+    names = [op for op, _ in found]
+    assert names == [
+        "aten.linear.default", "aten.add.Tensor", "aten.split_with_sizes.default", "aten.mul.Tensor",
+        "aten.reshape.default", "aten.reshape.default", "aten.transpose.int", "aten.softmax.int", "aten.square.default",
+        "aten.mean.default",
+    ]  # fmt: skip
+    split = dict(found)["aten.split_with_sizes.default"]
+    assert split[1:] == ((6, 6), 2)
+    assert found[5][1][1] == (4, 8, 6)
+    assert found[6][1][1:] == (1, 2)
+    assert_equal(outcome(path))
+
+
+def test_convolution_bias_is_added_after(model_file):
+    path = model_file(net("return self.c(x).square().mean()", init="self.c = nn.Conv1d(8, 4, 3)"))
+    assert [op for op, _ in operations(capture(path))][:3] == [
+        "aten.conv1d.default", "aten.reshape.default", "aten.add.Tensor",
+    ]  # fmt: skip
+    assert_equal(outcome(path))
+
+
+def test_cross_entropy_divides_by_the_count(model_file):
+    path = model_file(
+        "def build():\n    return nn.Linear(12, 5)\n"
+        "def loss(out, x, y):\n    return F.cross_entropy(out.flatten(0, 1), y.flatten(), label_smoothing=0.1)\n"
+        "def example_inputs(batch_size=4):\n    y = torch.randint(5, (batch_size, 8))\n    y[:, :3] = -100\n"
+        "    return torch.randn(batch_size, 8, 12), y\n"
+    )
+    graph = capture(path)
+    assert {"aten.ne.Scalar", "aten.sum.default"} <= {n.op for n in graph.templates[0].nodes}
+    loss = graph.templates[-1].nodes[-1]
+    assert loss.op == "aten.div.Tensor"
+    assert_equal(outcome(path))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = self.l(x); y += 1; y.relu_(); return y.square().mean()",
+        "y = self.l(x); y[:, 1] = 0.0; y[0].add_(1); y[..., 2:5] *= 2; return y.square().mean()",
+        "y = self.l(x); z = y.view(-1, 6); y.mul_(2); return (z * z).mean() + y.mean()",
+        "y = self.l(x); y.transpose(0, 1)[3].zero_(); w = y.clone(); w.add_(1); return (y * y * w.mean()).mean()",
+        "y = self.l(x); a, b = y[..., :6], y[..., 6:]; a.fill_(2.0); b.mul_(3); return y.square().mean()",
+        "y = self.l(x).masked_fill_(x > 0, 0.5); y[None].permute(2, 0, 1, 3)[1].mul_(3); return y.square().mean()",
+    ],
+)
+def test_in_place_operations_become_functional(model_file, body):
+    path = model_file(net(body))
+    graph = capture(path)
+    assert not [op for op, _ in operations(graph) if op.split(".")[1].endswith("_")]
+    assert_equal(outcome(path))
+
+
+def test_no_grad_regions_detach(model_file):
+    path = model_file(
+        net(
+            "y = self.l(x)\n        with torch.no_grad():\n            s = y.abs().amax()\n"
+            "        return (y / s).square().mean()"
+        )
+    )
+    assert "aten.detach.default" in [op for op, _ in operations(capture(path))]
+    assert_equal(outcome(path))
+
+
+def test_training_is_a_symbol(model_file):
+    path = model_file(net("return F.dropout(self.l(x), 0.25, self.training).square().mean()"))
+    graph = capture(path)
+    assert graph.is_random
+    assert dict(operations(graph))["aten.dropout.default"][1:] == (0.25, Symbol("training", ""))
+    assert_equal(outcome(path))
+
+
+def test_other_code_in_eval_is_noted(model_file):
+    path = model_file(net("y = self.l(x); y = y if self.training else y * 2; return y.square().mean()"))
+    (note,) = capture(path).notes
+    assert note.startswith("eval mode runs other operations than training")
+
+
+def test_buffer_updates(model_file):
+    path = model_file(
+        net(
+            "y = self.l(x); self.mean.mul_(0.9).add_(0.1 * y.detach().mean()); return (y - self.mean).square().mean()",
+            init='self.l = nn.Linear(12, 12); self.register_buffer("mean", torch.zeros(()))',
+        )
+    )
+    graph = capture(path)
+    assert [name for t in graph.templates for name, _ in t.buffer_updates] == ["mean"]
+    result = outcome(path)
+    assert_equal_training(result)
+
+
+def assert_equal_training(result):
+    assert abs(result.loss - result.wanted_loss) < 1e-12
+    assert result.buffer_errors["mean"] < 1e-12
+    assert max(result.gradient_errors.values()) < 1e-9

@@ -1,0 +1,82 @@
+"""What cannot be captured is refused with the user's line and a way out."""
+
+import pytest
+from autopar.planner.capture import capture_model
+from autopar.planner.errors import UnsupportedModel
+from compare import CASES, capture
+
+INPUTS = "\ndef example_inputs(batch_size=4):\n    return (torch.randn(batch_size, 8),)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("control_flow_on_values", "control_flow_on_values.py:18"),
+        ("moe_boolean_mask", "moe_boolean_mask.py:25"),
+        ("batchnorm_cumulative", "batchnorm_cumulative.py:18"),
+    ],
+)
+def test_reading_values_names_the_line(name, where):
+    with pytest.raises(UnsupportedModel, match="reads a tensor's value") as caught:
+        capture(CASES / "reports" / f"{name}.py")
+    assert caught.value.where.startswith(where)
+    assert caught.value.fix
+
+
+def test_custom_autograd_function(model_file):
+    path = model_file(
+        "class Double(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+        "    @staticmethod\n    def backward(ctx, g):\n        return 3 * g\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        return Double.apply(self.l(x)).square().mean()\n" + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match="custom autograd function Double") as caught:
+        capture(path)
+    assert "return Double.apply" in caught.value.where
+
+
+def test_reentrant_checkpoint(model_file):
+    path = model_file(
+        "from torch.utils.checkpoint import checkpoint\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        return checkpoint(self.l, x, use_reentrant=True).square().mean()\n" + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match="reentrant activation checkpointing"):
+        capture(path)
+
+
+def test_no_scalar_loss(model_file):
+    path = model_file("def build():\n    return nn.Linear(8, 8)\n" + INPUTS)
+    with pytest.raises(UnsupportedModel, match="no scalar loss") as caught:
+        capture(path)
+    assert "loss(output, *inputs)" in caught.value.fix
+
+
+def test_nothing_trained(model_file):
+    path = model_file(
+        "def build():\n    return nn.Linear(8, 8).requires_grad_(False)\n"
+        "def loss(out):\n    return out.sum()\n" + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match="no parameter that requires a gradient"):
+        capture(path)
+
+
+def test_guard_sees_what_the_capture_cannot(model_file):
+    """State outside of the module: the graph holds the value of the first step."""
+    path = model_file(
+        "STEPS = [0]\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        STEPS[0] += 1\n        return self.l(x).square().mean() * STEPS[0]\n"
+        + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match="differs from one eager step"):
+        capture_model(path)
+
+
+def test_guard_agrees(model_file):
+    path = model_file(
+        "def build():\n    return nn.Linear(8, 8)\ndef loss(out):\n    return out.square().mean()\n" + INPUTS
+    )
+    assert capture_model(path).graph.notes == ()
