@@ -31,9 +31,9 @@ PRELUDE = 0
 class HeldTensor:
     """A parameter or buffer as a stage holds it.
 
-    `pair` is its placement on tp. A split in groups is held with the groups as a dim of their own, so that it is a plain
-    Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`: axes over
-    which its gradient is a partial sum until the end of the step.
+    `pair` is its placement on tp. A split in groups is held with the groups as a dim of their own, so that it is
+    a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`: axes
+    over which its gradient is a partial sum until the end of the step.
     """
 
     fqn: str
@@ -80,8 +80,8 @@ class Edge:
 class Run:
     """Consecutive units of one template, fed alike: a loop if there are several.
 
-    `carried`: input position -> output position of the unit before, inside the run. `edges` are those of the first unit,
-    `later` those of every other one: alike, or without the conversions that only the first needs.
+    `carried`: input position -> output position of the unit before, inside the run. `edges` are those of the first
+    unit, `later` those of every other one: alike, or without the conversions that only the first needs.
     """
 
     template: int
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """Units [first, last) on one pipeline stage. `received` and `sent` are in the order of the stage's arguments and outputs."""
+    """Units [first, last) on one pipeline stage. `received`, `sent`: in the order of its arguments and outputs."""
 
     index: int
     first: int
@@ -107,7 +107,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredModel:
-    """`ties`: parameter FQN -> the stages that hold it, for those on several. `loss_axes`: where the loss is a partial sum."""
+    """`ties`: parameter FQN -> the stages that hold it, if several. `loss_axes`: where the loss is a partial sum."""
 
     program: ModelProgram
     stages: tuple[StageProgram, ...]
@@ -297,7 +297,7 @@ def _fed_alike(one: Edge, other: Edge, *, is_second: bool, is_carried: bool) -> 
 def _tensors(
     program: ModelProgram, first: int, last: int, prelude: set[Value], *, is_first: bool
 ) -> tuple[HeldTensor, ...]:
-    """Every parameter and buffer that the stage reads, in order of first use; the first stage also holds unused ones."""
+    """Every parameter and buffer that the stage reads, in order of first use; the first stage holds unused ones too."""
     graph = program.graph
     found: dict[str, HeldTensor] = {}
     for unit in (PRELUDE, *range(first, last)):

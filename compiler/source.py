@@ -42,7 +42,7 @@ class Statement:
     """`results` = render(operands). `render` gets one Expr per operand.
 
     `names`: what to call the results, best first name each. `inline`: may be written inside its only reader.
-    `group`: results are written inside readers of the same group only; `heading` is a comment above its first statement.
+    `group`: results are written inside readers of the same group only; `heading`: a comment above its first statement.
     """
 
     results: tuple[Key, ...]

@@ -21,7 +21,7 @@ FUSED = ("linear", "conv1d", "conv2d", "conv3d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """Where the statements of a template will stand. `key` makes a value of it unique among the units of one function."""
+    """Where the statements of a template will stand. `key` tells its values from other units' in the function."""
 
     axes: Sequence[Axis]
     handles: Mapping[str, str]  # axis name -> source of its DeviceMesh
@@ -131,8 +131,8 @@ def conversion_statement(
         return Expr(f"{change.conversion.function}({', '.join((operands[0].text, *arguments))})", weight=1)
 
     return Statement(
-        results=(target,), operands=(source,), render=write, names=(name,), comment=pairs_comment(change), group=scope.group,
-        heading=scope.heading,
+        results=(target,), operands=(source,), render=write, names=(name,), comment=pairs_comment(change),
+        group=scope.group, heading=scope.heading,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def _free_dims(step: Compute, scope: Scope) -> tuple[int, ...]:
 
 
 def _fusions(steps: Sequence[Convert | Compute], reads: Mapping[Var, int]) -> dict[int, tuple[int, ...]]:
-    """Position of an addition -> positions of the product (and of the bias's reshape) that it is written together with."""
+    """Position of an addition -> positions of the product (and the bias's reshape) that it is written together with."""
     makers = {
         result: position
         for position, step in enumerate(steps)

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....planner.capture.graph import Kind, Ref, Unit, Value
-from ....planner.errors import AutoparError
-from ....planner.sharding.placement import REPLICATED, Layout
-from ....planner.sharding.program import TemplateProgram, Var, var
+from ....planner.sharding.program import Compute, TemplateProgram, Var
 from ....planner.sharding.rules import SeedRef
-from ....planner.sharding.program import Compute
 from ...lower import PRELUDE, Edge, HeldTensor, LoweredModel, Run, StageProgram
 from ...source import Body, Expr, Key, Loop, Statement, comment, identifier, layout, literal, quote
 from .body import Scope, conversion_statement, statements, update_statement, updates

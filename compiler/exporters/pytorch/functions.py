@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....planner.sharding.mesh import Mesh
-from ...source import layout, literal, quote
+from ...source import layout, literal
 
 LOCAL = '''\
 def local(p: nn.Parameter) -> torch.Tensor:
@@ -72,9 +72,10 @@ def build_stage(*, stages: Sequence[str], fsdp: bool, blocks: Sequence[str], tie
         make = f"{stages[0]}(mesh)"
     else:
         make = f'({", ".join(stages)})[mesh["pp"].get_local_rank()](mesh)'
+    part = "stage" if len(stages) > 1 else "part of the model"
     lines = [
         'def build_stage(mesh: DeviceMesh, device: torch.device | str = "meta") -> nn.Module:',
-        f'    """This rank\'s {"stage" if len(stages) > 1 else "part of the model"}, on `device` and not yet filled."""',
+        f'    """This rank\'s {part}, on `device` and not yet filled."""',
         "    with torch.device(device):",
         *layout(f"stage = {make}", "        "),
     ]
@@ -117,7 +118,8 @@ def state_dicts(*, distributed: bool, fused: bool) -> str:
     if distributed:
         put += [
             "            if isinstance(tensor, DTensor):",
-            "                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)",
+            "                places = tensor.placements",
+            "                value = distribute_tensor(value, tensor.device_mesh, places, src_data_rank=None)",
         ]
     put += ["            tensor.copy_(value)"]
     get = ["        value = tensor.detach()"]
@@ -134,7 +136,7 @@ def state_dicts(*, distributed: bool, fused: bool) -> str:
     get += ["        full[name] = value"]
     lines = [
         "def load_full_state_dict(stage: nn.Module, full: dict[str, torch.Tensor]) -> None:",
-        '    """Fill this rank\'s part from the parameters and buffers of the whole model, by the user\'s names and shapes."""',
+        '    """Fill this rank\'s part from all parameters and buffers, in the user\'s names and shapes."""',
         "    if any(p.is_meta for p in stage.parameters()):",
         '        stage.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")',
         "    with torch.no_grad():",
@@ -228,7 +230,9 @@ def train_step(
     world: int,
 ) -> str:
     lines = [
-        "def train_step(stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int) -> torch.Tensor:",
+        "def train_step(",
+        "    stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int",
+        ") -> torch.Tensor:",
         '    """Forward and backward of one step; gradients are left in `.grad`. Returns the loss of the whole batch.',
         "",
         "    `inputs` is the share of this rank's dp coordinate, by argument name.",
@@ -360,7 +364,7 @@ def clip_gradients(*, distributed: bool, replicated_dp: bool, tied: bool, world:
         "",
         "",
         "def clip_gradients(stage: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
-        '    """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""',
+        '    """Scale gradients so that their norm over the whole model is at most `max_norm`; returns the norm."""',
         "    gradients = [local_gradient(p) for p in stage.parameters() if p.grad is not None]",
         "    device = next((g.device for g in gradients), torch.device(mesh.device_type))",
         "    dtype = torch.promote_types(torch.float32, torch.get_default_dtype())",
@@ -408,6 +412,6 @@ def _is_counted(*, distributed: bool, replicated_dp: bool, tied: bool) -> list[s
 
 
 __all__ = [
-    "LOCAL", "UPDATE_BUFFERS", "build_mesh", "build_stage", "clip_gradients", "local_gradient", "parameter", "pipeline", "quote",
+    "LOCAL", "UPDATE_BUFFERS", "build_mesh", "build_stage", "clip_gradients", "local_gradient", "parameter", "pipeline",
     "reduce_gradients", "split_microbatches", "state_dicts", "train_step", "weights",
 ]  # fmt: skip

@@ -51,12 +51,12 @@ def _docstring(writer: Writer, provenance: Provenance) -> list[str]:
     lines = [
         f'"""{_text(title)}',
         "",
-        f"Written by autopar {_text(provenance.version)} from {_text(provenance.source)} (plan {_text(provenance.plan)}).",
-        "It needs PyTorch only; edit freely.",
+        f"Written by autopar {_text(provenance.version)} from {_text(provenance.source)}.",
+        f"Plan {_text(provenance.plan)}. It needs PyTorch only; edit freely.",
         "",
-        "Forward passes run on local tensors. A comment such as `S(1) -> R / reduce_scatter` stands where a value changes",
-        "its placement on a mesh axis, and says what happens to its gradient: S(i) is split on dim i, R is replicated, P is a",
-        "sum over ranks that has not been taken.",
+        "Forward passes run on local tensors. A comment such as `S(1) -> R / reduce_scatter` stands where a value",
+        "changes its placement on a mesh axis, and says what happens to its gradient: S(i) is split on dim i, R is",
+        "replicated, P is a sum over ranks that has not been taken.",
         '"""',
     ]
     return ["# SPDX-License-Identifier: Apache-2.0", *lines]

@@ -1,4 +1,4 @@
-"""Variable names for the values of a template: the user's own, read from the source line of each operation, else the module's."""
+"""Variable names for the values of a template: the user's own, read from the source lines, or the modules'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import groupby
 
 from ....planner.capture.graph import Kind, Node, Ref, Template
 from ...source import assigned_names, identifier
-
 
 VIEWS = ("reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t", "clone", "_to_copy", "to")
 # Operations that make something new of their operand: named after the module that runs them.

@@ -1,6 +1,6 @@
 """Local operations as PyTorch code: a Call and the source of its operands -> one expression as a person would write it.
 
-Operators and methods where Python has them, `F.*` with keywords where PyTorch documents them, `torch.ops.aten.*` for the rest.
+Operators and methods where Python has them, `F.*` with keywords where PyTorch documents them, `torch.ops.aten.*` else.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ....planner.capture.graph import Symbol
 from ....planner.errors import AutoparError
 from ....planner.sharding.rules import AxisRef, Call, Operand, SeedRef
 from ...source import ADD, ATOM, BIT_AND, BIT_OR, BIT_XOR, COMPARE, MULTIPLY, UNARY, Expr, literal
+from .runtime_source import runtime
 
 # Arguments that say where and how memory lies: the emitted code follows its inputs.
 DROPPED = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
@@ -50,8 +51,9 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A Python function with documented keywords. `parameters`: aten's order, name -> default (REQUIRED: written by position).
+    """A Python function with documented keywords.
 
+    `parameters`: in aten's order, name -> default (REQUIRED: written by position).
     `order`: positions of aten arguments that are written first, where Python's order differs.
     """
 
@@ -90,9 +92,11 @@ FUNCTIONS: Mapping[str, Function] = {
     "linear": Function(name="F.linear", parameters={"input": REQUIRED, "weight": REQUIRED, "bias": None}),
     "embedding": Function(
         name="F.embedding",
-        parameters={"weight": REQUIRED, "input": REQUIRED, "padding_idx": -1, "scale_grad_by_freq": False, "sparse": False},
+        parameters={
+            "weight": REQUIRED, "input": REQUIRED, "padding_idx": -1, "scale_grad_by_freq": False, "sparse": False,
+        },
         order=(1, 0),
-    ),
+    ),  # fmt: skip
     "layer_norm": Function(
         name="F.layer_norm",
         parameters={"input": REQUIRED, "normalized_shape": REQUIRED, "weight": None, "bias": None, "eps": 1e-5},
@@ -115,8 +119,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "scaled_dot_product_attention": Function(
         name="F.scaled_dot_product_attention",
         parameters={
-            "query": REQUIRED, "key": REQUIRED, "value": REQUIRED, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
-            "scale": None, "enable_gqa": False,
+            "query": REQUIRED, "key": REQUIRED, "value": REQUIRED, "attn_mask": None, "dropout_p": 0.0,
+            "is_causal": False, "scale": None, "enable_gqa": False,
         },
     ),  # fmt: skip
     "cross_entropy_loss": _loss(
@@ -196,7 +200,7 @@ def render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
 def _render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
     namespace, _, rest = call.target.partition(".")
     if not rest:
-        return Expr(f"{call.target}({_arguments(call.args, dict(call.kwargs), operands, context)})")
+        return _runtime_call(call, operands, context)
     if namespace != "aten":
         raise AutoparError(
             f"{call.target} is no operation of PyTorch",
@@ -245,6 +249,21 @@ def _arguments(args: Sequence[object], kwargs: Mapping[str, object], operands: S
     found = [_argument(arg, operands, context) for arg in args]
     found += [f"{name}={_argument(value, operands, context)}" for name, value in kwargs.items()]
     return ", ".join(found)
+
+
+def _runtime_call(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
+    """Tensors by position; from the first other argument on by name, without those that are its defaults."""
+    parameters = runtime().definitions[call.target].parameters
+    parts: list[str] = []
+    by_name = False
+    for (name, default), arg in zip(parameters, call.args, strict=False):
+        by_name = by_name or not isinstance(arg, Operand | AxisRef | SeedRef)
+        if not by_name:
+            parts.append(_argument(arg, operands, context))
+        elif default is ... or arg != default:
+            parts.append(f"{name}={_argument(arg, operands, context)}")
+    parts += [f"{name}={_argument(value, operands, context)}" for name, value in call.kwargs]
+    return Expr(f"{call.target}({', '.join(parts)})")
 
 
 def _function(

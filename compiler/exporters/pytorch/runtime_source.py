@@ -22,6 +22,7 @@ class Definition:
     reads: frozenset[str]
     is_function: bool
     order: int
+    parameters: tuple[tuple[str, object], ...] = ()  # of a function: name and default, ... where it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ def runtime() -> Runtime:
                     reads=frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name)),
                     is_function=isinstance(node, ast.FunctionDef),
                     order=len(definitions),
+                    parameters=tuple(_parameters(node)) if isinstance(node, ast.FunctionDef) else (),
                 )
     return Runtime(definitions=definitions, imports=imports)
 
@@ -71,6 +73,13 @@ def _defined(node: ast.stmt) -> str | None:
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return node.target.id
     return None
+
+
+def _parameters(node: ast.FunctionDef) -> Iterator[tuple[str, object]]:
+    """Positional parameters with their literal defaults."""
+    names = [argument.arg for argument in node.args.args]
+    defaults: list[object] = [ast.literal_eval(value) for value in node.args.defaults]
+    yield from zip(names, [...] * (len(names) - len(defaults)) + defaults, strict=True)
 
 
 def _text(source: str, node: ast.stmt) -> str:
@@ -93,7 +102,7 @@ def render_collectives(names: frozenset[str]) -> str:
         if name not in needed:
             needed.add(name)
             waiting.extend(sorted(found.definitions[name].reads & found.definitions.keys()))
-    chosen = sorted((found.definitions[name] for name in needed), key=lambda d: _position(d, found, needed))
+    chosen = sorted((found.definitions[name] for name in needed), key=lambda d: d.order)
     body = "\n\n\n".join(definition.text for definition in chosen)
     reads = {name for definition in chosen for name in definition.reads}
     imports = "\n".join(_imports(reads, found))
@@ -103,14 +112,10 @@ def render_collectives(names: frozenset[str]) -> str:
 _DOCSTRING = '''\
 """Operations over one mesh axis, each with the gradient that belongs to it. Written by autopar; needs PyTorch only.
 
-`S -> R / reduce_scatter` reads: the value goes from split to replicated, its gradient is reduced and scattered. P is a sum over
-ranks that has not been taken. `axis` is a one-dimensional DeviceMesh. `groups` is for a dim that holds several parts in a
-row, such as query, key and value: every part is split over the axis by itself.
+`S -> R / reduce_scatter` reads: the value goes from split to replicated, its gradient is reduced and scattered. P is a
+sum over ranks that has not been taken. `axis` is a one-dimensional DeviceMesh. `groups` is for a dim that holds several
+parts in a row, such as query, key and value: every part is split over the axis by itself.
 """'''
-
-
-def _position(definition: Definition, found: Runtime, needed: set[str]) -> tuple[int, int]:
-    return (0, definition.order)
 
 
 def _imports(reads: set[str], found: Runtime) -> Iterator[str]:

@@ -27,7 +27,7 @@ def access(path: str) -> str:
 
 @dataclass(slots=True)
 class Tree:
-    """Modules by name. A leaf is the source that creates a tensor or a block; `range` blocks are built by a comprehension."""
+    """Modules by name; a leaf is the source that creates a tensor or a block."""
 
     children: dict[str, Tree | str] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ def container(tree: Tree) -> str:
 
 
 def _comprehension(children: Mapping[str, str]) -> str | None:
-    """`nn.ModuleDict({str(i): Block(mesh) for i in range(4, 8)})` where all children are alike and numbered in a row."""
+    """`nn.ModuleDict({str(i): Block(mesh) for i in range(4, 8)})` where children are alike and numbered in a row."""
     names = list(children)
     if len(names) < 2 or not all(name.isdecimal() and str(int(name)) == name for name in names):
         return None
@@ -75,7 +75,7 @@ def _comprehension(children: Mapping[str, str]) -> str | None:
 
 
 def unit_number(text: str) -> int:
-    """The `number=` argument of a block's constructor; 0 where it has none, so that all agree with their names' offsets."""
+    """The `number=` argument of a block's constructor; 0 where it has none."""
     _, found, rest = text.partition("number=")
     return int(rest.rstrip(")")) if found else 0
 
@@ -116,8 +116,8 @@ def creation(tensor: HeldTensor, *, tp: bool) -> str:
 def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str, str], summed: Sequence[str]) -> Expr:
     """The expression of a tensor's local part, laid out as a unit wants it.
 
-    `summed`: axes over which its gradients are added at the end of the step; a use whose gradient is already whole there
-    keeps it on the first rank.
+    `summed`: axes over which its gradients are added at the end of the step; a use whose gradient is already whole
+    there keeps it on the first rank.
     """
     text = access(path)
     if not tensor.is_buffer and "tp" in handles:
