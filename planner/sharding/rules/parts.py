@@ -140,6 +140,14 @@ def _diagonal(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     return moved(node, operands, [*(i for i in range(rank) if i not in (first, second)), None])
 
 
+def _glu(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    """The first half times the sigmoid of the second: a split of both halves alike."""
+    own = dim_of(argument(node, 1, "dim", -1), len(operands[0].shape))
+    half = node.output.shape[own]
+    found = _others(node, operands, own)
+    return (*found, run_option(f"d{own}", half, (split(own, 2),), (split(own),))) if half > 1 else tuple(found)
+
+
 # Operations that move positions of some dims about.
 
 
@@ -216,3 +224,4 @@ _part("aten.tril.default", "aten.triu.default", options=_keeping(_last_two), wor
 register(
     OpRule(ops=("aten.constant_pad_nd.default", "aten.pad.default"), options=_pad, work=copy_work, saved=saves_nothing)
 )
+register(OpRule(ops=("aten.glu.default",), options=_glu))

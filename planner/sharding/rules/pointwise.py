@@ -172,6 +172,15 @@ def _by_tag(op: str) -> OpRule | None:
     return _rule(op)
 
 
+def _prelu_options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    """The weight is one number, or one for each channel, which is dim 1."""
+    value, weight = operands
+    names = [f"d{i}" for i in range(len(value.shape))]
+    own = ["d1"] if weight.shape and weight.shape[0] > 1 else [""] * len(weight.shape)
+    return factor_options([names, own], [names], operands, node.outputs)
+
+
+register(OpRule(ops=("aten.prelu.default",), options=_prelu_options))
 for _op in UNTAGGED:
     register(_rule(_op))
 register_fallback(_by_tag)

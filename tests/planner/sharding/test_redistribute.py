@@ -21,6 +21,7 @@ pairs = st.sampled_from(["R", "R/P", "P/R", "S(0)", "S(1)", "S(0;2)", "S(1;3)"])
 layouts = st.fixed_dictionaries({"dp": pairs, "tp": pairs}).filter(lambda layout: can_split(VALUE, layout, AXES))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_every_conversion_is_exact_on_two_axes(tmp_path: Path) -> None:
     script = Path(__file__).parent / "conversion_ranks.py"

@@ -34,11 +34,13 @@ CASES = (
     case("aten.constant_pad_nd.default", randn(4, 8), (1, 2), labels=("d0", "partial")),
     case("aten.constant_pad_nd.default", randn(4, 8), (1, 2), 3.0, labels=("d0",)),
     case("aten.pad.default", randn(4, 4, 8), (1, 2), "reflect", labels=("d0", "d1", "partial")),
+    case("aten.glu.default", randn(4, 16), labels=("d0", "d1")),
     case("aten.unfold.default", randn(4, 8), 1, 3, 2, labels=("d0", "partial")),
     case("aten.diagonal.default", randn(4, 8, 8), 0, 1, 2, labels=("d0", "partial")),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_parts_are_exact_on_every_option() -> None:
     assert check(CASES) > 200

@@ -43,10 +43,13 @@ CASES = (
     case("aten.hardswish.default", x, labels=DIMS),
     case("aten.log_sigmoid.default", x, labels=DIMS),
     case("aten.softplus.default", x, labels=DIMS),
+    case("aten.prelu.default", randn(4, 8, 4), randn(8), labels=("d0", "d1", "d2")),
+    case("aten.prelu.default", x, randn(1), labels=DIMS),
     case("aten.logical_and.default", mask, mask, labels=DIMS),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_elementwise_operations_are_exact_on_every_option() -> None:
     assert check(CASES) > 200

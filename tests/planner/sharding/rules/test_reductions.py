@@ -41,6 +41,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_reductions_are_exact_on_every_option() -> None:
     assert check(CASES) > 200

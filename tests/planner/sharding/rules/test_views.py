@@ -36,6 +36,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_views_are_exact_on_every_option() -> None:
     assert check(CASES) > 200
