@@ -32,8 +32,8 @@ class HeldTensor:
     """A parameter or buffer as a stage holds it.
 
     `pair` is its placement on tp. A split in groups is held with the groups as a dim of their own, so that it is
-    a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`: axes
-    over which its gradient is a partial sum until the end of the step.
+    a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`:
+    axes over which its gradient is a partial sum until the end of the step.
     """
 
     fqn: str

@@ -230,9 +230,8 @@ def train_step(
     world: int,
 ) -> str:
     lines = [
-        "def train_step(",
-        "    stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int",
-        ") -> torch.Tensor:",
+        "def train_step(stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int)"
+        " -> torch.Tensor:",
         '    """Forward and backward of one step; gradients are left in `.grad`. Returns the loss of the whole batch.',
         "",
         "    `inputs` is the share of this rank's dp coordinate, by argument name.",

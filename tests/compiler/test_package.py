@@ -1,0 +1,57 @@
+"""How files reach a folder: all or none, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from autopar.compiler.package import write_files
+from autopar.planner.errors import AutoparError
+
+FILES = {"sharded_model.py": "x = 1\n", "launch.sh": "#!/bin/sh\n"}
+
+
+def test_writes_every_file_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    written = write_files(FILES, out, force=False)
+    assert {path.name: path.read_text() for path in out.iterdir()} == FILES
+    assert set(written) == set(out.iterdir())
+    assert os.access(out / "launch.sh", os.X_OK)
+
+
+def test_refuses_a_folder_with_files(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(AutoparError, match="not empty: notes.txt") as error:
+        write_files(FILES, tmp_path, force=False)
+    assert "--force" in error.value.fix
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_force_replaces_only_what_autopar_writes(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "sharded_model.py").write_text("old")
+    write_files(FILES, tmp_path, force=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "sharded_model.py").read_text() == FILES["sharded_model.py"]
+
+
+def test_refuses_a_file_as_folder(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(AutoparError, match="is a file"):
+        write_files(FILES, path, force=True)
+    assert path.read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AutoparError, match="cannot"):
+        write_files(FILES, tmp_path / "file" / "below", force=False)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(AutoparError, match="cannot write"):
+        write_files({**FILES, "no/such/folder.py": ""}, out, force=False)
+    assert list(out.iterdir()) == []
