@@ -15,7 +15,7 @@ from autopar.planner.plan_json import relative_to
 GPT = Path(__file__).resolve().parents[2] / "sample_models" / "gpt.py"
 BATCH_SIZE = 16
 STEPS = 50
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
