@@ -28,6 +28,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_attention_is_exact_on_every_option() -> None:
     assert check(CASES) > 100

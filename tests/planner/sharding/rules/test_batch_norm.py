@@ -22,6 +22,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_batch_norm_is_exact_on_every_option() -> None:
     assert check(CASES) > 100

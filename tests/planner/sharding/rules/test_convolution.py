@@ -33,6 +33,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_convolutions_are_exact_on_every_option() -> None:
     assert check(CASES) > 100

@@ -23,6 +23,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_norms_are_exact_on_every_option() -> None:
     assert check(CASES) > 100

@@ -26,6 +26,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_pools_are_exact_on_every_option() -> None:
     assert check(CASES) > 100

@@ -18,6 +18,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_softmax_is_exact_on_every_option() -> None:
     assert check(CASES) > 100
