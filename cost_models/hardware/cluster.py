@@ -66,6 +66,7 @@ class Network:
     latency_seconds: float
     oversubscription: float = 1.0
     accelerates_all_reduce: bool = False
+    jitter_fraction: float = 0.0
 
     @property
     def node_bytes_per_second(self) -> float:
@@ -159,7 +160,7 @@ def _parse_boards(table: Table, gpus_per_node: int) -> Boards:
 def parse_network(table: Table) -> Network:
     table.check_keys(
         ("nics_per_node", "nic_gbit_per_second", "efficiency_fraction", "send_fraction", "latency_microseconds")
-        + ("oversubscription", "accelerates_all_reduce")
+        + ("oversubscription", "accelerates_all_reduce", "jitter_fraction")
     )
     accelerates = table.data.get("accelerates_all_reduce", False)
     if not isinstance(accelerates, bool):
@@ -175,4 +176,7 @@ def parse_network(table: Table) -> Network:
         latency_seconds=table.number("latency_microseconds", is_low_ok=True) * MICROSECOND,
         oversubscription=oversubscription,
         accelerates_all_reduce=accelerates,
+        jitter_fraction=table.number("jitter_fraction", is_low_ok=True, high=0.5)
+        if table.has("jitter_fraction")
+        else 0.0,
     )

@@ -11,18 +11,45 @@ from ..hardware.toml_file import nearest, read_toml
 
 _FOLDER = Path(__file__).parent
 
+# The first choice is what the emitted package does; a file may leave out all but fusion and float32_matmul.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "fusion": ("eager", "compiled"),
+    "fusion": ("eager", "kernels", "compiled"),
     "float32_matmul": ("ieee", "tf32"),
+    "attention": ("flash", "materialised"),
+    "norms": ("kernel", "stepwise"),
+    "loss": ("kernel", "stepwise", "fused"),
+    "loss_logits": ("split", "gathered"),
+    "gradient_dtype": ("compute", "float32"),
+    "gradient_sync": ("exposed", "hidden"),
+    "fsdp_overlap": ("always", "without tp"),
+    "recompute": ("until last saved", "whole forward"),
+    "resharding": ("as planned", "never"),
+    "accumulation": ("unsharded", "sharded"),
+    "pipeline_messages": ("whole", "scattered"),
+    "vocabulary": ("as given", "padded"),
+    "states": ("float32 master", "float32 master, compute gradients", "compute dtype"),
 }
+_REQUIRED = ("description", "source", "fusion", "float32_matmul")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """One profile.
 
-    fusion: "eager" launches a kernel per operation; "compiled" fuses chains of pointwise operations.
+    fusion: "eager" launches a kernel per operation; "kernels" has hand-written ones for chains of pointwise operations
+    (bias and activation; bias, dropout and residual); "compiled" also fuses norms, casts and views into them.
     float32_matmul: float32 products on the float32 units ("ieee", PyTorch's default) or on the matrix units ("tf32").
+    attention: one fused kernel, or scores written out between batched products.
+    norms: one kernel each, or float32 steps (square, mean, scale) one by one.
+    loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), or one
+    pass over the logits ("fused"). loss_logits: whether the vocabulary stays split over tensor-parallel ranks.
+    gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
+    last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
+    recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
+    resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until the
+    last microbatch, or reduces and gathers in each. pipeline_messages: "scattered" sends each
+    tensor-parallel rank's part and gathers behind. vocabulary: "padded" to 128 rows per tensor-parallel rank.
+    states: what is kept per parameter beside the optimizer's moments.
     """
 
     name: str
@@ -30,6 +57,19 @@ class Stack:
     source: str
     fusion: str
     float32_matmul: str
+    attention: str = "flash"
+    norms: str = "kernel"
+    loss: str = "kernel"
+    loss_logits: str = "split"
+    gradient_dtype: str = "compute"
+    gradient_sync: str = "exposed"
+    fsdp_overlap: str = "always"
+    recompute: str = "until last saved"
+    resharding: str = "as planned"
+    accumulation: str = "unsharded"
+    pipeline_messages: str = "whole"
+    vocabulary: str = "as given"
+    states: str = "float32 master"
 
 
 def stack_names() -> tuple[str, ...]:
@@ -57,6 +97,8 @@ def load_stack(name_or_path: str) -> Stack:
             raise AutoparError(f"{key} is no setting of a stack", where=str(path), fix=nearest(key, names))
     texts: dict[str, str] = {}
     for key in sorted(names):
+        if key not in values and key not in _REQUIRED:
+            continue
         value = values.get(key)
         if not isinstance(value, str) or not value:
             raise AutoparError(f"{key} is missing or no text", where=str(path), fix=f'add {key} = "..."')

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import log2
 
+from ...cost_models.communication import overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
+from ...cost_models.interleaved import interleaved_table
 from ...cost_models.memory import Memory, overhead_bytes, state_bytes
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.timeline import BACKWARD, FORWARD, schedule_seconds
@@ -22,10 +25,17 @@ from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, Placements, TemplateProgram, Var, model_program
 from ..sharding.redistribute import Change
-from .prices import Prices, local_work, saved_by
+from .kernels import kept_scores_bytes, stack_work, stack_works
+from .prices import Prices, saved_by
 from .step_collectives import HeldParameter, held_parameters, padded_bytes, stage_values
 
-_RECOMPUTE = "full"
+# What is run again before its backward: nothing, every block, every second block, the attention kernel of each block,
+# or all but attention and every second matrix product of each block.
+RECOMPUTE = ("none", "full", "alternate", "attention", "operations")
+_NONE, _FULL, _ALTERNATE, _ATTENTION, _OPERATIONS = RECOMPUTE
+# Traffic of adding a microbatch's gradient to the sum, per parameter: in the compute dtype, or into float32 by way of
+# a cast. Source: unverified; reads and writes of both forms counted by hand.
+_ACCUMULATED_BYTES = {"compute": 6, "float32": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +65,24 @@ class UnitCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _StepCost:
+    forward: Seconds
+    backward: Seconds
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+
+
+def _total(steps: Sequence[_StepCost], *, forward: bool) -> Seconds:
+    """One direction of a run of steps: the longer of device and host."""
+    total = Seconds()
+    host = 0.0
+    for step in steps:
+        total += step.forward if forward else step.backward
+        host += step.host_forward if forward else step.host_backward
+    return replace(total, compute=max(total.compute, host))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     forward: Seconds
     backward: Seconds
@@ -76,10 +104,11 @@ class Evaluated:
     bubble_fraction: float
     breakdown: Mapping[str, float]
     stages: tuple[StageCost, ...]
+    rank_memory_bytes: tuple[int, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
-        return max(stage.memory_bytes["total"] for stage in self.stages)
+        return max(self.rank_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -95,9 +124,9 @@ class Evaluator:
     prices: Prices
     optimizer: str
     precision: str = "fp32"
-    _templates: dict[tuple[int, bool], UnitCost] = field(default_factory=dict, init=False)
+    _templates: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
     _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, int]] = field(default_factory=dict, init=False)
-    _units: dict[tuple[int, bool], UnitCost] = field(default_factory=dict, init=False)
+    _units: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
     _stages: dict[tuple[object, ...], StageCost] = field(default_factory=dict, init=False)
 
     @property
@@ -114,17 +143,27 @@ class Evaluator:
 
     # --- units ---
 
-    def unit(self, index: int, *, recompute: bool) -> UnitCost:
-        key = (index, recompute)
+    def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
+        """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
+        policy = self._policy(index, recompute)
+        key = (index, policy)
         if key not in self._units:
             unit = self.graph.units[index]
-            cost = self.template(unit.template, recompute=recompute)
+            cost = self.template(unit.template, recompute=policy)
             forward, backward, kept = cost.forward, cost.backward, 0
             for position in range(len(unit.inputs)):
                 ahead, back, size = self._edge(index, position)
                 forward, backward, kept = forward + ahead, backward + back, kept + size
             self._units[key] = replace(cost, forward=forward, backward=backward, saved_bytes=cost.saved_bytes + kept)
         return self._units[key]
+
+    def _policy(self, index: int, recompute: bool | str) -> str:
+        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
+        if policy != _ALTERNATE:
+            return policy
+        mine = self.graph.units[index].template
+        before = sum(unit.template == mine for unit in self.graph.units[:index])
+        return _FULL if before % 2 == 0 else _NONE
 
     def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, int]:
         """Conversions at an input; the bytes of what they made are counted by the unit that keeps its input."""
@@ -149,63 +188,111 @@ class Evaluator:
             backward += _on_axis(step.axis, back) + Seconds(compute=copy_back)
         return forward, backward
 
-    def template(self, index: int, *, recompute: bool) -> UnitCost:
+    def template(self, index: int, *, recompute: bool | str) -> UnitCost:
         lowered = self.program.templates[index]
-        recompute = recompute and lowered.template.is_module
-        key = (index, recompute)
+        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
+        policy = policy if lowered.template.is_module else _NONE
+        key = (index, policy)
         if key not in self._templates:
-            self._templates[key] = self._recomputed(index) if recompute else self._template(lowered)
+            steps = self._step_costs(lowered)
+            if policy == _NONE:
+                self._templates[key] = self._template(lowered, steps)
+            else:
+                self._templates[key] = self._recomputed(index, policy, steps)
         return self._templates[key]
 
-    def _recomputed(self, index: int) -> UnitCost:
-        """Full activation checkpointing: only inputs are kept, the forward runs again before the backward."""
+    def _recomputed(self, index: int, policy: str, steps: Sequence[_StepCost]) -> UnitCost:
+        """Checkpointing: part of the forward runs again before the backward, and what it makes is not kept."""
         plain = self.template(index, recompute=False)
         lowered = self.program.templates[index]
-        inputs = sum(
-            local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
-            for made in lowered.inputs
-            if lowered.template.type_of(made.ref).requires_grad
-        )
+        again = self._again(lowered, policy)
+        forward = _total([step for step, runs in zip(steps, again, strict=True) if runs], forward=True)
+        if policy == _FULL:
+            kept = sum(
+                local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
+                for made in lowered.inputs
+                if lowered.template.type_of(made.ref).requires_grad
+            )
+            working = plain.working_bytes + plain.saved_bytes
+        else:
+            kept, _ = self._kept(lowered, without=again)
+            working = plain.working_bytes + plain.saved_bytes - kept
         return UnitCost(
-            forward=plain.forward,
-            backward=plain.backward + plain.forward,
-            saved_bytes=inputs,
-            working_bytes=plain.working_bytes + plain.saved_bytes,
+            forward=plain.forward, backward=plain.backward + forward, saved_bytes=kept, working_bytes=working
         )
 
-    def _template(self, lowered: TemplateProgram) -> UnitCost:
+    def _again(self, lowered: TemplateProgram, policy: str) -> list[bool]:
+        """Which steps of a template run again."""
+        if policy == _ATTENTION:
+            return [isinstance(step, Compute) and "attention" in step.node.op for step in lowered.steps]
+        if policy == _OPERATIONS:
+            found: list[bool] = []
+            products = 0
+            for step in lowered.steps:
+                if isinstance(step, Convert):
+                    found.append(False)
+                    continue
+                forward = stack_work(step.node, step.operand_types, step.outputs, self.prices.stack).forward
+                products += bool(forward.gemms)
+                found.append(not forward.attention_flops and (not forward.gemms or products % 2 == 0))
+            return found
+        last = len(lowered.steps)
+        if self.prices.stack.recompute == "until last saved":
+            last = 0
+            for index, step in enumerate(lowered.steps):
+                if isinstance(step, Compute) and any(value.requires_grad for value in step.outputs):
+                    saved = saved_by(step.node)
+                    # An operand is kept before the operation runs, a result after it.
+                    if saved.outputs or saved.extra_bytes:
+                        last = index + 1
+                    elif saved.operands:
+                        last = index
+        return [index < last for index in range(len(lowered.steps))]
+
+    def _step_costs(self, lowered: TemplateProgram) -> list[_StepCost]:
         gpu, stack = self.prices.cluster.gpu, self.prices.stack
-        forward, backward = Seconds(), Seconds()
-        host_forward = host_backward = 0.0
-        for step in lowered.steps:
-            if isinstance(step, Convert):
+        # Fused traffic is left out below: what remains runs as eager kernels do.
+        priced = replace(stack, fusion="eager")
+        found: list[_StepCost] = []
+        for step, work in zip(lowered.steps, stack_works(lowered, stack), strict=True):
+            if isinstance(step, Convert) or work is None:
+                assert isinstance(step, Convert)
                 ahead, back = self._changes_seconds((step.change,))
-                forward, backward = forward + ahead, backward + back
+                found.append(_StepCost(forward=ahead, backward=back))
                 continue
-            work = self._work(step)
-            forward += Seconds(compute=device_seconds(work.forward, gpu, dtype=work.dtype, stack=stack))
-            back_seconds = device_seconds(work.backward, gpu, dtype=work.dtype, stack=stack, is_backward=True)
-            backward += Seconds(compute=back_seconds)
-            host_forward += host_seconds(work.forward, gpu, stack=stack)
-            host_backward += host_seconds(work.backward, gpu, stack=stack)
+            forward = Seconds(compute=device_seconds(work.forward, gpu, dtype=work.dtype, stack=priced))
+            backward = Seconds(
+                compute=device_seconds(work.backward, gpu, dtype=work.dtype, stack=priced, is_backward=True)
+            )
             for use in step.collectives:
                 seconds = self.prices.use_seconds(use.axis, use.op, use.num_bytes)
                 if use.phase == "forward":
                     forward += _on_axis(use.axis, seconds)
                 else:
                     backward += _on_axis(use.axis, seconds)
+            found.append(
+                _StepCost(
+                    forward=forward,
+                    backward=backward,
+                    host_forward=host_seconds(work.forward, gpu, stack=priced),
+                    host_backward=host_seconds(work.backward, gpu, stack=priced),
+                )
+            )
+        return found
+
+    def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
         saved, working = self._kept(lowered)
         return UnitCost(
-            forward=replace(forward, compute=max(forward.compute, host_forward)),
-            backward=replace(backward, compute=max(backward.compute, host_backward)),
+            forward=_total(steps, forward=True),
+            backward=_total(steps, forward=False),
             saved_bytes=saved,
             working_bytes=working,
         )
 
     def _work(self, step: Compute) -> Work:
-        return local_work(step.node, step.operand_types, step.outputs)
+        return stack_work(step.node, step.operand_types, step.outputs, self.prices.stack)
 
-    def _kept(self, lowered: TemplateProgram) -> tuple[int, int]:
+    def _kept(self, lowered: TemplateProgram, without: Sequence[bool] = ()) -> tuple[int, int]:
         """Bytes that autograd keeps of one unit, every tensor once (views are their base), and the largest result."""
         template = lowered.template
         base: dict[Var, Var] = {}
@@ -214,7 +301,7 @@ class Evaluator:
         largest = 0
         held = {made for made in lowered.tensors}
         held.update(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)
-        for step in lowered.steps:
+        for index, step in enumerate(lowered.steps):
             if isinstance(step, Convert):
                 continue
             work = self._work(step)
@@ -224,8 +311,10 @@ class Evaluator:
                     base[result] = base.get(step.operands[0], step.operands[0])
             if not any(value.requires_grad for value in step.outputs):
                 continue
+            if without and without[index]:
+                continue
             saved = saved_by(step.node)
-            extra += saved.extra_bytes
+            extra += saved.extra_bytes + kept_scores_bytes(step.node, step.operand_types, self.prices.stack)
             kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
             kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
             for made, size in kept:
@@ -243,13 +332,13 @@ class Evaluator:
         parts = self._memory((), held, stored, 1, zero)
         return parts["total"] - parts["overhead"]
 
-    def stage(self, first: int, last: int, *, in_flight: int, zero: int, recompute: bool) -> StageCost:
+    def stage(self, first: int, last: int, *, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
         key = (first, last, in_flight, zero, recompute)
         if key not in self._stages:
             self._stages[key] = self._stage(first, last, in_flight, zero, recompute)
         return self._stages[key]
 
-    def _stage(self, first: int, last: int, in_flight: int, zero: int, recompute: bool) -> StageCost:
+    def _stage(self, first: int, last: int, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
         units = [self.unit(index, recompute=recompute) for index in range(max(first, 1), last)]
         forward, backward = Seconds(), Seconds()
         for unit in units:
@@ -257,10 +346,10 @@ class Evaluator:
         held = held_parameters(self.program, first, last)
         stored = held_parameters(self.master_program, first, last)
         prelude = self.template(self.graph.units[0].template, recompute=False)
-        compute = (forward + backward).compute
+        backward += Seconds(compute=self._accumulation_seconds(held, zero))
         step = {
             "compute": prelude.forward.compute,
-            "dp": prelude.forward.dp + self._dp_seconds(held, zero, compute),
+            "dp": prelude.forward.dp + self._dp_seconds(held, zero, forward.compute, backward.compute),
             "tp": prelude.forward.tp + self._partial_seconds(held, zero),
             "optimizer": self._optimizer_seconds(stored, zero),
         }
@@ -280,29 +369,84 @@ class Evaluator:
         for value in stage_values(self.program, boundary):
             layout = self.program.templates[self.graph.units[value.unit].template].outputs[value.output].layout
             size = local_type(self.graph.type_of(value), layout, self.mesh.axes).num_bytes
-            seconds += self.prices.use_seconds("pp", "send", size)
+            if self.prices.stack.pipeline_messages == "scattered":
+                seconds += self.prices.use_seconds("pp", "send", size // self.mesh.tp)
+                seconds += self.prices.use_seconds("tp", "all_gather", size)
+            else:
+                seconds += self.prices.use_seconds("pp", "send", size)
         return seconds
 
-    def _dp_seconds(self, held: Sequence[HeldParameter], zero: int, compute_seconds: float) -> float:
-        """Exposed seconds a step. FSDP hides behind the compute of the microbatches in which it communicates."""
-        dp, price = self.mesh.dp, self.prices.use_seconds
-        if dp == 1:
+    def _accumulation_seconds(self, held: Sequence[HeldParameter], zero: int) -> float:
+        """Adding one microbatch's gradients to the sum of those before."""
+        gpu = self.prices.cluster.gpu
+        if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
+            return 0.0
+        numel = sum(_numel(parameter) for parameter in held if parameter.trainable)
+        traffic = numel * _ACCUMULATED_BYTES[self.prices.stack.gradient_dtype]
+        return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+
+    def _reduced_bytes(self, num_bytes: int, dtype: str) -> int:
+        """Bytes of a gradient as it is reduced."""
+        if self.prices.stack.gradient_dtype == "float32":
+            return num_bytes * max(1, ITEM_BYTES["float32"] // ITEM_BYTES[dtype])
+        return num_bytes
+
+    def _dp_seconds(self, held: Sequence[HeldParameter], zero: int, forward: float, backward: float) -> float:
+        """Exposed seconds a step. `forward` and `backward`: compute of one microbatch, behind which FSDP hides."""
+        if self.mesh.dp == 1:
             return 0.0
         trainable = [parameter for parameter in held if parameter.trainable]
         if zero < 2:
-            sizes: dict[str, int] = {}
-            for parameter in trainable:
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + _bytes(parameter)
-            return sum(price("dp", "all_reduce", size) for size in sizes.values())
-        gathers = _by_group(held, dp)
-        scatters = _by_group(trainable, dp)
-        times = 1 if zero == 2 else self.mesh.microbatches + 1
-        gather = {group: price("dp", "all_gather", size) for group, size in gathers.items()}
-        scatter = {group: price("dp", "reduce_scatter", size) for group, size in scatters.items()}
-        total = times * sum(gather.values()) + sum(scatter.values())
-        never_hidden = max(gather.values(), default=0.0) + max(scatter.values(), default=0.0)
-        hiding = compute_seconds * min(times, self.mesh.microbatches)
-        return max(never_hidden, total - hiding)
+            return self._all_reduce_seconds(trainable, backward)
+        return self._fsdp_seconds(held, trainable, zero, forward, backward)
+
+    def _all_reduce_seconds(self, trainable: Sequence[HeldParameter], backward: float) -> float:
+        sizes: dict[str, int] = {}
+        for parameter in trainable:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + _bytes(parameter)
+        seconds = sum(
+            self.prices.use_seconds("dp", "all_reduce", self._reduced_bytes(size, dtype))
+            for dtype, size in sizes.items()
+        )
+        if self.prices.stack.gradient_sync == "hidden":
+            return overlapped_seconds(backward, seconds) - backward
+        return seconds
+
+    def _fsdp_seconds(
+        self,
+        held: Sequence[HeldParameter],
+        trainable: Sequence[HeldParameter],
+        zero: int,
+        forward: float,
+        backward: float,
+    ) -> float:
+        stack, times = self.prices.stack, self.mesh.microbatches
+        shards = self.mesh.dp // self.prices.replicas
+        price = self.prices.use_seconds
+        gathers = [price("shard", "all_gather", size) for size in _by_group(held, shards).values()]
+        scattered = {
+            group: self._reduced_bytes(size, trainable[0].dtype) for group, size in _by_group(trainable, shards).items()
+        }
+        scatters = [
+            price("shard", "reduce_scatter", size) + price("replica", "all_reduce", size // shards)
+            for size in scattered.values()
+        ]
+        gather, scatter = sum(gathers), sum(scatters)
+        if stack.accumulation == "sharded":
+            ahead, back = times * gather, times * (gather + scatter)
+        elif zero == 2 or stack.resharding == "never":
+            ahead, back = gather, scatter
+        else:
+            ahead, back = times * gather, gather + scatter
+        if stack.fsdp_overlap == "without tp" and self.mesh.tp > 1:
+            return ahead + back
+        # Nothing computes while the first group is gathered and the last reduced.
+        never_hidden = max(gathers, default=0.0) + max(scatters, default=0.0)
+        hiding_ahead = forward * (times if ahead > gather else 1)
+        hiding_back = backward * (times if stack.accumulation == "sharded" else 1)
+        exposed = overlapped_seconds(hiding_ahead, ahead) - hiding_ahead
+        exposed += overlapped_seconds(hiding_back, back) - hiding_back
+        return max(never_hidden, exposed)
 
     def _partial_seconds(self, held: Sequence[HeldParameter], zero: int) -> float:
         """The bucketed all_reduce of replicated parameters with partial gradients on tp."""
@@ -321,7 +465,7 @@ class Evaluator:
         units: Sequence[UnitCost],
         held: Sequence[HeldParameter],
         stored: Sequence[HeldParameter],
-        in_flight: int,
+        in_flight: float,
         zero: int,
     ) -> dict[str, int]:
         """Peak bytes by component. Under ZeRO with several microbatches FSDP2 keeps gathered parameters and unreduced
@@ -343,7 +487,7 @@ class Evaluator:
             unreduced = sum(_by_group([p for p in held if p.trainable], dp).values())
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, gathered + unreduced))
         memory += Memory(
-            activations=in_flight * sum(unit.saved_bytes for unit in units),
+            activations=int(in_flight * sum(unit.saved_bytes for unit in units)),
             temporary=max((unit.working_bytes for unit in units), default=0),
         )
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
@@ -352,26 +496,37 @@ class Evaluator:
     # --- the step ---
 
     def evaluate(
-        self, stages: Sequence[tuple[int, int]], *, schedule: str, zero: int, activation_checkpoint: str
+        self,
+        stages: Sequence[tuple[int, int]],
+        *,
+        schedule: str,
+        zero: int,
+        activation_checkpoint: str,
+        interleave: int = 1,
     ) -> Evaluated:
-        """Price a complete candidate."""
-        recompute = activation_checkpoint == _RECOMPUTE
-        in_flight = get_schedule(schedule).in_flight
+        """Price a complete candidate.
+
+        `interleave`: stages per rank; stage s lies on rank s modulo pp and runs as in interleaved 1F1B.
+        """
         microbatches = self.mesh.microbatches
+        ranks = len(stages) // interleave
         costs = tuple(
-            self.stage(first, last, in_flight=in_flight(s, len(stages), microbatches), zero=zero, recompute=recompute)
+            self.stage(
+                first,
+                last,
+                in_flight=self._in_flight(s, ranks, schedule, interleave),
+                zero=zero,
+                recompute=activation_checkpoint,
+            )
             for s, (first, last) in enumerate(stages)
         )
-        durations = {(s, FORWARD): cost.forward.total for s, cost in enumerate(costs)}
-        durations |= {(s, BACKWARD): cost.backward.total for s, cost in enumerate(costs)}
-        timeline = schedule_seconds(
-            action_table(schedule, len(costs), microbatches), durations, [cost.send_seconds for cost in costs[:-1]]
-        )
-        after = max(cost.step_seconds for cost in costs)
+        timeline = self._timeline_seconds(costs, schedule, interleave)
+        by_rank = [costs[rank::ranks] for rank in range(ranks)]
+        after = max(sum(cost.step_seconds for cost in mine) for mine in by_rank)
         step = timeline + after
-        busiest = max(costs, key=lambda c: microbatches * (c.forward.total + c.backward.total) + c.step_seconds)
-        once = busiest.step
-        both = busiest.forward + busiest.backward
+        busiest = max(by_rank, key=lambda mine: sum(_busy(cost, microbatches) for cost in mine))
+        both = sum((cost.forward + cost.backward for cost in busiest), Seconds())
+        once = {name: sum(cost.step[name] for cost in busiest) for name in busiest[0].step}
         breakdown = {
             "compute": microbatches * both.compute + once["compute"],
             "tp": microbatches * both.tp + once["tp"],
@@ -383,12 +538,52 @@ class Evaluator:
         else:
             step = sum(breakdown.values())
         busy = microbatches * both.total
+        slower = self._jitter()
         return Evaluated(
-            step_seconds=step,
+            step_seconds=step * slower,
             bubble_fraction=max(0.0, 1 - busy / timeline) if len(stages) > 1 and timeline else 0.0,
-            breakdown=breakdown,
+            breakdown={name: seconds * slower for name, seconds in breakdown.items()},
             stages=costs,
+            rank_memory_bytes=tuple(map(_rank_bytes, by_rank)),
         )
+
+    def _jitter(self) -> float:
+        """The slowest of many nodes sets the pace of all."""
+        network, per_node = self.prices.cluster.inter_node, self.prices.cluster.gpus_per_node
+        nodes = self.mesh.world_size / per_node
+        return 1.0 if network is None or nodes <= 1 else 1 + network.jitter_fraction * log2(nodes)
+
+    def _in_flight(self, stage: int, ranks: int, schedule: str, interleave: int) -> float:
+        microbatches = self.mesh.microbatches
+        if interleave == 1:
+            return get_schedule(schedule).in_flight(stage, ranks, microbatches)
+        warmup = 2 * (ranks - stage % ranks - 1) + (interleave - 1) * ranks + 1
+        return min(microbatches, warmup / interleave)
+
+    def _timeline_seconds(self, costs: Sequence[StageCost], schedule: str, interleave: int) -> float:
+        microbatches = self.mesh.microbatches
+        sends = [cost.send_seconds for cost in costs[:-1]]
+        durations = {(s, FORWARD): cost.forward.total for s, cost in enumerate(costs)}
+        durations |= {(s, BACKWARD): cost.backward.total for s, cost in enumerate(costs)}
+        if interleave == 1:
+            return schedule_seconds(action_table(schedule, len(costs), microbatches), durations, sends)
+        # Its messages are sent and received in one call that both sides wait for.
+        for s, seconds in enumerate(sends):
+            durations[s, FORWARD] += seconds
+            durations[s + 1, BACKWARD] += seconds
+        table = interleaved_table(len(costs) // interleave, interleave, microbatches)
+        return schedule_seconds(table, durations)
+
+
+def _busy(cost: StageCost, microbatches: int) -> float:
+    return microbatches * (cost.forward.total + cost.backward.total) + cost.step_seconds
+
+
+def _rank_bytes(stages: Sequence[StageCost]) -> int:
+    """Peak bytes of a rank: what its stages hold together, and the largest of what they need in turn."""
+    shared = ("gather_buffers", "temporary", "overhead", "total")
+    held = sum(size for cost in stages for name, size in cost.memory_bytes.items() if name not in shared)
+    return held + sum(max(cost.memory_bytes[name] for cost in stages) for name in shared[:-1])
 
 
 def _on_axis(axis: str, seconds: float) -> Seconds:

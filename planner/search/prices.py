@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost_models.communication import axis_group, collective_seconds
-from ...cost_models.compute import work_seconds
+from ...cost_models.compute import device_seconds
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ...cost_models.work import Pass, Work
@@ -48,6 +48,7 @@ class Prices:
     mesh: Mesh
     cluster: Cluster
     stack: Stack
+    replicas: int = 1  # groups of dp that FSDP does not shard over
     axes: tuple[Axis, ...] = field(init=False)
     _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
     _works: dict[object, tuple[float, float]] = field(default_factory=dict, init=False)
@@ -73,6 +74,8 @@ class Prices:
         return {
             "tp": (mesh.tp, 1),
             "dp": (mesh.dp, mesh.tp),
+            "shard": (mesh.dp // self.replicas, mesh.tp),
+            "replica": (self.replicas, mesh.tp * mesh.dp // self.replicas),
             "pp": (mesh.pp, mesh.dp * mesh.tp),
             "tied": (min(mesh.pp, 2), mesh.dp * mesh.tp),
             "world": (mesh.world_size, 1),
@@ -88,7 +91,7 @@ class Prices:
         """Forward and backward seconds of a local operation, without its inner collectives."""
         key = (node.name, node.op, node.args, node.kwargs, tuple(operands), tuple(outputs))
         if key not in self._works:
-            self._works[key] = work_seconds(local_work(node, operands, outputs), self.cluster.gpu, self.stack)
+            self._works[key] = self._device(local_work(node, operands, outputs))
         return self._works[key]
 
     def copies(self, change: Change) -> tuple[float, float]:
@@ -100,8 +103,16 @@ class Prices:
         work = Work(forward=forward, backward=once if has_backward else Pass(), dtype=change.before.dtype)
         key = ("copies", work)
         if key not in self._works:
-            self._works[key] = work_seconds(work, self.cluster.gpu, self.stack)
+            self._works[key] = self._device(work)
         return self._works[key]
+
+    def _device(self, work: Work) -> tuple[float, float]:
+        """Device time: launches overlap with it and no choice of placement saves them; a unit's host time is its own."""
+        gpu, stack = self.cluster.gpu, self.stack
+        return (
+            device_seconds(work.forward, gpu, dtype=work.dtype, stack=stack),
+            device_seconds(work.backward, gpu, dtype=work.dtype, stack=stack, is_backward=True),
+        )
 
     # --- Costs ---
 
