@@ -107,7 +107,7 @@ class Prices:
         return self._works[key]
 
     def _device(self, work: Work) -> tuple[float, float]:
-        """Device time: launches overlap with it and no choice of placement saves them; a unit's host time is its own."""
+        """Device time: launches overlap with it, and no placement saves them; host time is counted by unit."""
         gpu, stack = self.cluster.gpu, self.stack
         return (
             device_seconds(work.forward, gpu, dtype=work.dtype, stack=stack),

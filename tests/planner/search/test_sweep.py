@@ -1,0 +1,119 @@
+"""The outer search on a small graph: pins, refusals, memory, runners-up."""
+
+from dataclasses import replace
+
+import pytest
+from autopar.cost_models.errors import AutoparError
+from autopar.cost_models.hardware import load_cluster
+from autopar.cost_models.stacks import load_stack
+from autopar.planner.errors import InfeasibleError
+from autopar.planner.search.candidates import Pins
+from autopar.planner.search.infeasible import explain
+from autopar.planner.search.sweep import NothingFits, Setting, search
+from graphs import residual_mlp
+
+CLUSTER = load_cluster("h100-sxm")
+
+
+def setting(*, graph=None, gpus=8, cluster=CLUSTER, pins=None, **mesh):
+    return Setting(
+        graph=graph or residual_mlp(batch=64, width=512, hidden=2048, depth=7),
+        gpus=gpus,
+        cluster=cluster,
+        stack=load_stack("eager"),
+        precision="fp32",
+        optimizer="adamw",
+        pins=pins or Pins(mesh=mesh),
+    )
+
+
+def small_memory(gib: float):
+    gpu = replace(CLUSTER.gpu, hbm_bytes=int(gib * 2**30), overhead_bytes=0)
+    return replace(CLUSTER, gpu=gpu)
+
+
+def test_the_best_of_all_meshes_is_no_worse_than_any_pinned_one():
+    free = search(setting())
+    for pp, dp, tp in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (4, 1, 2)):
+        pinned = search(setting(pp=pp, dp=dp, tp=tp))
+        assert free.best.cost.step_seconds <= pinned.best.cost.step_seconds
+        assert (pinned.best.mesh.pp, pinned.best.mesh.dp, pinned.best.mesh.tp) == (pp, dp, tp)
+        assert pinned.bound_seconds <= pinned.best.cost.step_seconds
+    assert free.bound_seconds <= free.best.cost.step_seconds
+
+
+def test_predictions_add_up():
+    for mesh in ({"pp": 2, "dp": 2, "tp": 2}, {"dp": 8}, {"tp": 8}):
+        cost = search(setting(**mesh)).best.cost
+        assert sum(cost.breakdown.values()) == pytest.approx(cost.step_seconds)
+        for stage in cost.stages:
+            parts = {name: size for name, size in stage.memory_bytes.items() if name != "total"}
+            assert sum(parts.values()) == stage.memory_bytes["total"]
+
+
+def test_single_axis_runners_up_are_priced():
+    runners = search(setting()).runners_up
+    best = search(setting()).best
+    sizes = {(c.mesh.pp, c.mesh.dp, c.mesh.tp) for c in (*runners, best)}
+    assert {(1, 8, 1), (1, 1, 8), (8, 1, 1)} <= sizes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"dp": 8}, "dp=8 does not divide batch 12"),
+        ({"pp": 8}, "pp=8 needs 8 pieces, the model has 3"),
+        ({"dp": 3}, "has 8 ranks"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_with_the_reason(mesh, message):
+    with pytest.raises(AutoparError) as error:
+        search(setting(graph=residual_mlp(batch=12, depth=2), **mesh))
+    assert message in str(error.value)
+
+
+def test_tp_that_splits_nothing_names_the_sizes():
+    graph = residual_mlp(batch=1, width=9, hidden=15, depth=2)
+    with pytest.raises(AutoparError) as error:
+        search(setting(graph=graph, tp=8))
+    assert "tp=8 splits nothing" in str(error.value)
+    assert "15" in str(error.value)
+
+
+def test_memory_decides_the_policy():
+    graph = residual_mlp(batch=8, width=2048, hidden=8192, depth=4)
+    roomy = search(setting(graph=graph, dp=8, pins=None)).best
+    tight = search(setting(graph=graph, dp=8, cluster=small_memory(1.2))).best
+    assert tight.cost.memory_bytes <= 1.2 * 2**30
+    assert roomy.cost.step_seconds <= tight.cost.step_seconds
+    assert roomy.cost.memory_bytes > 1.2 * 2**30 > tight.cost.memory_bytes
+
+
+def test_nothing_fits_says_what_would():
+    graph = residual_mlp(batch=64, width=2048, hidden=8192, depth=4)
+    given = setting(graph=graph, gpus=2, cluster=small_memory(0.6))
+    with pytest.raises(NothingFits) as nothing:
+        search(given)
+    error = explain(given, nothing.value.least)
+    assert isinstance(error, InfeasibleError)
+    assert "have 0.6 GiB" in str(error)
+    assert "GPUs" in error.fix
+
+
+def test_pins_that_no_plan_can_have():
+    for pins, message in (
+        (Pins(mesh={"cp": 2}), "cp"),
+        (Pins(mesh={"dp": 0}), "dp=0"),
+        (Pins(mesh={}, zero=1), "ZeRO stage 1"),
+        (Pins(mesh={}, activation_checkpoint="selective"), "selective"),
+        (Pins(mesh={}, schedule="dual"), "dual"),
+    ):
+        with pytest.raises(AutoparError) as error:
+            pins.check()
+        assert message in str(error.value)
+
+
+def test_microbatches_fill_a_pipeline_when_pinned():
+    found = search(setting(pins=Pins(mesh={"pp": 4, "dp": 2}, microbatch_size=4)))
+    assert found.best.mesh.microbatches == 8
+    assert found.best.schedule in ("1f1b", "gpipe")
