@@ -156,7 +156,7 @@ class Translator:
     def _operation(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         op = str(target)
         values = node.meta.get("val")
-        results = list(values) if isinstance(values, list | tuple) else [values]
+        results: list[Any] = list(values) if isinstance(values, list | tuple) else [values]
         if not all(isinstance(value, torch.Tensor) for value in results):
             if _is_effectless(target) or all(value is None for value in results):
                 return
@@ -204,7 +204,9 @@ class Translator:
 
     def _autocast(self, bound: dict[str, Any], out: tuple[TensorType, ...]) -> dict[str, Any]:
         """Write out the casts of an autocast region: where the result's dtype is not what the operands promote to."""
-        floats = [ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)]
+        floats: list[Any] = [
+            ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)
+        ]
         if not floats or not _is_float(out[0].dtype):
             return bound
         promoted = torch.float16
@@ -305,7 +307,7 @@ class Translator:
         """The base with `new` in the place of the view."""
         b, whole = self.builder, self.builder.type_of(base)
         rank, name = len(whole.shape), target._opname
-        defaults = {a.name: arguments.get(a.name, a.default_value) for a in target._schema.arguments}
+        defaults: dict[str, Any] = {a.name: arguments.get(a.name, a.default_value) for a in target._schema.arguments}
         if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"):
             return b.reshape(new, whole.shape)
         if name in ("transpose", "t", "mT", "numpy_T", "swapaxes", "swapdims"):

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +129,9 @@ class LoadedModel:
             return (), dict(tensors)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            keywords: Any = {}
             if self.example_inputs is None:
-                made, keywords = self._build("cpu", seed)[1], None
+                made = self._build("cpu", seed)[1]
                 if made is None:
                     raise AutoparError(
                         f"no example inputs in {self.path.name}",
@@ -143,9 +145,10 @@ class LoadedModel:
                     given = {_batch_parameter(self.example_inputs): batch_size, **given}
                 with torch.device(device):
                     made = _call(self.example_inputs, "example_inputs", self.path, **given)
-                    keywords = self.example_kwargs and _call(self.example_kwargs, "example_kwargs", self.path)
+                    if self.example_kwargs is not None:
+                        keywords = _call(self.example_kwargs, "example_kwargs", self.path)
         args, kwargs = _as_inputs(made, self.path)
-        return _to_device((args, {**kwargs, **(keywords or {})}), device)
+        return _to_device((args, {**kwargs, **keywords}), device)
 
 
 def load_model_file(
@@ -171,10 +174,10 @@ def load_model_file(
     if not (isinstance(target, nn.Module) or callable(target)):
         raise AutoparError(f"{found} in {file.name} is neither a function nor a module", where=str(file))
     example_inputs = getattr(module, "example_inputs", None)
-    takes = example_inputs is not None and _batch_parameter(example_inputs) is not None
+    batch = _batch_parameter(example_inputs) if example_inputs is not None else None
     default = DEFAULT_BATCH_SIZE
-    if takes:
-        value = inspect.signature(example_inputs).parameters[_batch_parameter(example_inputs)].default
+    if example_inputs is not None and batch is not None:
+        value = _signature(example_inputs)[batch].default
         default = value if isinstance(value, int) else default
     return LoadedModel(
         path=file,
@@ -182,7 +185,7 @@ def load_model_file(
         arguments=_converted(target, example_inputs, arguments, file, found),
         input_specs=tuple(parse_input(key, value) for key, value in (inputs or {}).items()),
         loss=getattr(module, "loss", None),
-        takes_batch_size=takes or bool(inputs),
+        takes_batch_size=batch is not None or bool(inputs),
         default_batch_size=default,
         target=target,
         example_inputs=example_inputs,
