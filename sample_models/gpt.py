@@ -18,6 +18,7 @@ class Config:
     width: int
     dropout: float = 0.0
     bias: bool = True
+    hidden: int | None = None  # of the MLP; None: 4 x width
 
 
 PRESETS = {
@@ -50,9 +51,10 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.c_fc = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        hidden = config.hidden or 4 * config.width
+        self.c_fc = nn.Linear(config.width, hidden, bias=config.bias)
         self.gelu = nn.GELU()
-        self.c_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.width, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,6 +119,7 @@ def build(
     width: int | None = None,
     dropout: float | None = None,
     bias: bool | None = None,
+    hidden: int | None = None,
 ) -> GPT:
     """A preset; every argument given changes that one field of it."""
     config = _config(
@@ -128,6 +131,7 @@ def build(
         width=width,
         dropout=dropout,
         bias=bias,
+        hidden=hidden,
     )
     return GPT(config)
 

@@ -126,6 +126,7 @@ def build(
     num_kv_heads: int | None = None,
     width: int | None = None,
     hidden: int | None = None,
+    tied: bool | None = None,
 ) -> Llama:
     """A preset; every argument given changes that one field of it."""
     config = _config(
@@ -137,6 +138,7 @@ def build(
         num_kv_heads=num_kv_heads,
         width=width,
         hidden=hidden,
+        tied=tied,
     )
     return Llama(config)
 

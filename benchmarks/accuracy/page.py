@@ -1,0 +1,108 @@
+"""Scores -> docs/accuracy.md: the table, predicted against measured as one SVG per family, and what has no prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import floor, log10
+from pathlib import Path
+
+from .scores import FamilyScore, Result
+
+_SIDE = 260
+_MARGIN = 40
+_INTRODUCTION = """# Accuracy
+
+Predicted step time and memory against published training runs. Made by
+
+    python benchmarks/accuracy.py --runs benchmarks/data/runs.csv --page docs/accuracy.md
+
+Every row is planned as a user would plan it: its model is captured from `sample_models/`, its configuration pinned,
+and priced by the evaluator of `autopar plan` with the hardware file of its cluster and the stack file of its software
+(`benchmarks/stacks/`). No constant belongs to a row, a model or a paper. `benchmarks/data/README.md` names the sources
+and which rows are held out of every fit.
+
+MAPE: mean absolute error of the step time. Bias: mean signed error. OOM: share of the runs that ran out of memory which
+are called so; runs: share of the runs that ran which are called feasible. Regret: measured time of the configuration
+ranked first, over the best measured, minus one, for sweeps of at least five configurations of one model on one cluster;
+tau: Kendall's rank correlation in those.
+"""
+
+
+def write_page(results: Sequence[Result], scores: dict[str, FamilyScore], path: Path) -> None:
+    """Write the page and, into a folder of its name beside it, the plots."""
+    folder = path.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [_INTRODUCTION, *_table(scores), ""]
+    for family, score in scores.items():
+        points = [r for r in results if r.row.family == family and r.error_percent is not None]
+        lines += [f"## {family}", ""]
+        if points:
+            (folder / f"{family}.svg").write_text(_plot(family, points), encoding="utf-8")
+            lines += [f"![predicted against measured step seconds, {family}]({folder.name}/{family}.svg)", ""]
+            spread = max(r.spread_percent for r in points)
+            if spread:
+                lines += [
+                    f"Microbatch size or interleaving are not stated in some rows: the best is taken; the worst allowed "
+                    f"choice is up to {spread:.0f}% slower.",
+                    "",
+                ]
+        if score.not_expressed:
+            lines += [f"{score.not_expressed} rows have no prediction:", ""]
+            reasons: dict[str, int] = {}
+            for result in results:
+                if result.row.family == family and result.reason:
+                    reasons[result.reason] = reasons.get(result.reason, 0) + 1
+            lines += [*(f"- {count}: {reason}" for reason, count in reasons.items()), ""]
+    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _table(scores: dict[str, FamilyScore]) -> list[str]:
+    head = ("family", "rows", "MAPE %", "bias %", "max %", "memory rows", "memory MAPE %", "OOM", "runs", "sweeps")
+    head += ("regret %", "tau", "no prediction")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, s in scores.items():
+        cells = [name, str(s.n), _text(s.mape_percent), _text(s.bias_percent), _text(s.max_percent), str(s.memory_n)]
+        cells += [_text(s.memory_mape_percent), _text(s.oom_correct_fraction, 2), _text(s.feasible_correct_fraction, 2)]
+        cells += [str(s.sweeps), _text(s.regret_percent_mean), _text(s.kendall_tau, 2), str(s.not_expressed)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _text(number: float | None, digits: int = 1) -> str:
+    return "" if number is None else f"{number:.{digits}f}"
+
+
+def _plot(title: str, points: Sequence[Result]) -> str:
+    """Measured seconds to the right, predicted upwards, both logarithmic, with the line of equality."""
+    pairs = [(r.row.measured_seconds or 1.0, r.predicted_seconds or 1.0, r.row.id) for r in points]
+    low = floor(log10(min(min(m, p) for m, p, _ in pairs)) * 2) / 2
+    high = floor(log10(max(max(m, p) for m, p, _ in pairs)) * 2) / 2 + 0.5
+    size = _SIDE + 2 * _MARGIN
+
+    def at(seconds: float) -> float:
+        return _SIDE * (log10(seconds) - low) / (high - low)
+
+    marks = [
+        f'<circle cx="{_MARGIN + at(m):.1f}" cy="{_MARGIN + _SIDE - at(p):.1f}" r="2.5" fill="#1f6feb" '
+        f'fill-opacity="0.6"><title>{escape(name)}: {m:.4g} s measured, {p:.4g} s predicted</title></circle>'
+        for m, p, name in pairs
+    ]
+    ends = (f"{10**low:.3g}", f"{10**high:.3g}")
+    bottom = _MARGIN + _SIDE
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" '
+            f'font-size="11">',
+            f'<rect width="{size}" height="{size}" fill="white"/>',
+            f'<rect x="{_MARGIN}" y="{_MARGIN}" width="{_SIDE}" height="{_SIDE}" fill="none" stroke="#888"/>',
+            f'<line x1="{_MARGIN}" y1="{bottom}" x2="{bottom}" y2="{_MARGIN}" stroke="#888"/>',
+            f'<text x="{_MARGIN}" y="{_MARGIN - 10}">{escape(title)}</text>',
+            f'<text x="{_MARGIN}" y="{bottom + 14}">{ends[0]} s</text>',
+            f'<text x="{bottom}" y="{bottom + 14}" text-anchor="end">{ends[1]} s measured</text>',
+            f'<text x="{_MARGIN - 4}" y="{_MARGIN + 10}" text-anchor="end">{ends[1]}</text>',
+            *marks,
+            "</svg>",
+            "",
+        ]
+    )

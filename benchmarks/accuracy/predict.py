@@ -1,0 +1,156 @@
+"""A setup -> predicted seconds and bytes, by the evaluator that `autopar plan` prices its candidates with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.planner.capture.graph import ModelGraph
+from autopar.planner.search.assignment import NoAssignment
+from autopar.planner.search.evaluate import Evaluated, Evaluator
+from autopar.planner.search.prices import Prices, in_precision
+from autopar.planner.sharding.mesh import Mesh
+from autopar.planner.sharding.program import Placements
+
+from .models import Shape, captured, deepened, with_batch
+from .pins import batch_placements, tensor_placements
+from .setups import CannotExpress, Setup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """`spread_percent`: how much slower the worst of the allowed microbatch sizes and interleavings would be."""
+
+    seconds: float
+    memory_bytes: int
+    first_rank_bytes: int
+    fits: bool
+    microbatch: int
+    interleave: int
+    spread_percent: float
+    cost: Evaluated
+
+
+@dataclass
+class Predictor:
+    """Captures and solves each structure once; after that a prediction is arithmetic."""
+
+    _batch: dict[tuple[object, ...], Placements] = field(default_factory=dict)
+    _tensor: dict[tuple[object, ...], Placements] = field(default_factory=dict)
+    _graphs: dict[tuple[object, ...], ModelGraph] = field(default_factory=dict)
+
+    def predict(self, setup: Setup) -> Prediction:
+        """The best of what the row leaves open.
+
+        Raises:
+            CannotExpress: the configuration cannot be priced.
+        """
+        found: list[tuple[Evaluated, int, int]] = []
+        reason = ""
+        for size in setup.microbatch_sizes:
+            for interleave in setup.interleaves:
+                try:
+                    found.append((self._evaluate(setup, size, interleave), size, interleave))
+                except (ValueError, KeyError, NoAssignment) as error:
+                    reason = str(error)
+        if not found:
+            raise CannotExpress(reason or "no microbatch size divides the batch")
+        room = setup.cluster.gpu.hbm_bytes
+        fitting = [each for each in found if each[0].memory_bytes <= room]
+        allowed = fitting or found
+        cost, size, interleave = min(allowed, key=lambda each: each[0].step_seconds)
+        slowest = max(each[0].step_seconds for each in allowed)
+        return Prediction(
+            seconds=cost.step_seconds,
+            memory_bytes=cost.memory_bytes,
+            first_rank_bytes=cost.rank_memory_bytes[0],
+            fits=bool(fitting),
+            microbatch=size,
+            interleave=interleave,
+            spread_percent=100 * (slowest / cost.step_seconds - 1),
+            cost=cost,
+        )
+
+    def _evaluate(self, setup: Setup, size: int, interleave: int) -> Evaluated:
+        count = round(setup.global_batch / (setup.dp * size))
+        if count < 1:
+            raise ValueError(f"microbatches of {size} on dp={setup.dp} are more than the batch")
+        mesh = Mesh(pp=setup.pp, dp=setup.dp, tp=setup.tp, microbatches=count)
+        placements = self._placements(setup)
+        graph = self._graph(setup, placements, setup.dp * size * count)
+        evaluator = Evaluator(
+            graph=in_precision(graph, setup.precision),
+            master=graph,
+            placements=placements,
+            prices=Prices(mesh=mesh, cluster=setup.cluster, stack=setup.stack, replicas=setup.replicas),
+            optimizer="adamw",
+            precision=setup.precision,
+        )
+        return evaluator.evaluate(
+            stages_of(graph, setup.layers, setup.pp * interleave),
+            schedule=setup.schedule,
+            zero=setup.zero,
+            activation_checkpoint=setup.policy,
+            interleave=interleave,
+        )
+
+    def _graph(self, setup: Setup, placements: Placements, batch_size: int) -> ModelGraph:
+        key = (setup.shape, setup.layers, batch_size)
+        if key not in self._graphs:
+            batched = with_batch(captured(setup.shape), placements, batch_size)
+            self._graphs[key] = deepened(batched, setup.layers)
+        return self._graphs[key]
+
+    def _placements(self, setup: Setup) -> Placements:
+        structure = _structure(setup.shape)
+        if structure not in self._batch:
+            self._batch[structure] = batch_placements(captured(setup.shape), cluster=setup.cluster, stack=setup.stack)
+        batch = self._batch[structure]
+        if setup.tp == 1:
+            return batch
+        key = (structure, setup.tp, setup.sequence_parallel, setup.stack.loss_logits)
+        if key not in self._tensor:
+            self._tensor[key] = tensor_placements(
+                captured(setup.shape),
+                batch,
+                cluster=setup.cluster,
+                stack=setup.stack,
+                precision=setup.precision,
+                tp=setup.tp,
+                width=setup.width,
+                sequence_parallel=setup.sequence_parallel,
+            )
+        return self._tensor[key]
+
+
+def _structure(shape: Shape) -> tuple[object, ...]:
+    """Equal for shapes whose graphs differ in sizes only."""
+    given = dict(shape.arguments)
+    heads, groups = given.get("num_heads"), given.get("num_kv_heads")
+    grouped = bool(groups) and groups != heads
+    return shape.file, grouped, groups if grouped else None, given.get("bias"), bool(given.get("dropout")), given.get("tied")
+
+
+def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Equal numbers of blocks on every stage; where only blocks, embedding and head together divide, they count alike.
+
+    Raises:
+        ValueError: neither divides.
+    """
+    last = len(graph.units)
+    counts = graph.counts()
+    block = max(range(len(counts)), key=lambda t: counts[t])
+    start = next(i for i, unit in enumerate(graph.units) if unit.template == block)
+    if layers % count == 0:
+        sizes = [layers // count] * count
+    elif (layers + 2) % count == 0 and (layers + 2) // count > 1:
+        sizes = [(layers + 2) // count] * count
+        sizes[0] -= 1
+        sizes[-1] -= 1
+    else:
+        raise ValueError(f"{layers} blocks on {count} stages")
+    ends = [start + sum(sizes[: i + 1]) for i in range(count)]
+    ends[-1] = last
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+__all__ = ["Prediction", "Predictor", "stages_of"]
