@@ -91,7 +91,9 @@ def test_gpt_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabul
     arguments = {"preset": "1.3b", "context": 4096}
     found, graph = plan("gpt", arguments=arguments, batch_size=8, precision="bf16", mesh={"pp": 1, "dp": 1, "tp": 8})
     pairs = on_tp(found)
-    assert {name: pairs[name] for name in pairs if name.endswith("weight") and "ln" not in name and "wpe" not in name} == {
+    assert {
+        name: pairs[name] for name in pairs if name.endswith("weight") and "ln" not in name and "wpe" not in name
+    } == {
         "h.*.attn.c_attn.weight": "S(0;3)",
         "h.*.attn.c_proj.weight": "S(1)",
         "h.*.mlp.c_fc.weight": "S(0)",
