@@ -74,7 +74,15 @@ def stage_table(plan: Plan) -> Table:
         )
     return Table(
         title="Stages",
-        columns=("stage", "blocks", "parameters a GPU", f"memory of {format_bytes(capacity)}", "forward", "backward", "once"),
+        columns=(
+            "stage",
+            "blocks",
+            "parameters a GPU",
+            f"memory of {format_bytes(capacity)}",
+            "forward",
+            "backward",
+            "once",
+        ),
         rows=tuple(rows),
         num_numeric=5,
     )

@@ -1,7 +1,7 @@
 """The plan: the answer of the search as data, and its JSON form. All that compiler/ reads beside the graph.
 
-A plan is data from outside (a person may have edited it): `plan_from_json` validates it against the schema beside this file
-and no string of it is ever evaluated.
+A plan is data from outside (a person may have edited it): `plan_from_json` validates it against the schema beside this
+file and no string of it is ever evaluated.
 """
 
 from __future__ import annotations
