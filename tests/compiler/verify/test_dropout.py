@@ -41,4 +41,5 @@ def test_recomputation_in_the_backward():
     assert len(calls) == 2
     assert all(call.equal(x) for call in calls)
     wanted = torch.autograd.grad((x * x).sin().sum(), x)[0]
-    assert x.grad is not None and x.grad.equal(wanted)
+    assert x.grad is not None
+    assert x.grad.equal(wanted)
