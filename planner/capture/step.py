@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..errors import UnsupportedModel
+from ..errors import AutoparError, UnsupportedModel
 from .model_file import Inputs, LoadedModel
 
 
@@ -130,6 +130,7 @@ def sample_inputs(
 ) -> Sample:
     """The step's inputs by name, each its own tensor (a tensor given twice is copied)."""
     inputs = loaded.inputs(batch_size, device=device, seed=seed)
+    _check_names(loaded, module, inputs[1])
     layout = input_layout(module, loaded.loss, inputs)
     seen: set[int] = set()
     tensors: list[Tensor] = []
@@ -138,6 +139,24 @@ def sample_inputs(
             tensors.append(leaf.clone() if id(leaf) in seen else leaf)
             seen.add(id(leaf))
     return Sample(layout=layout, tensors=dict(zip(layout.names, tensors, strict=True)))
+
+
+def _check_names(loaded: LoadedModel, module: nn.Module, keywords: Mapping[str, object]) -> None:
+    """Refuse `--input` names that neither forward nor the file's loss takes, before the capture trips over them."""
+    if not loaded.input_specs:
+        return
+    parameters = dict(inspect.signature(module.forward).parameters)
+    if loaded.loss is not None:
+        parameters |= inspect.signature(loaded.loss).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    unknown = [name for name in keywords if name not in parameters]
+    if unknown:
+        raise AutoparError(
+            f"forward has no argument {unknown[0]!r} (--input)",
+            where=str(loaded.path),
+            fix=f"it takes: {', '.join(parameters)}",
+        )
 
 
 def run_step(loaded: LoadedModel, module: nn.Module, sample: Sample) -> Tensor:
