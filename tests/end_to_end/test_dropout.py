@@ -15,12 +15,16 @@ from autopar.planner.sharding.program import Compute
 GPT = Path(__file__).resolve().parents[2] / "sample_models" / "gpt.py"
 BATCH_SIZE = 8
 TP, DP = 2, 2
+RANDOM = ("aten.dropout.default", "aten.scaled_dot_product_attention.default")
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 
 def draws_of_rank(package, store, rank):
-    """What every dropout call of two steps kept: two lists, in order of the calls, recomputed ones included."""
+    """What every random call of two steps drew: two lists, in order of the calls, recomputed ones included.
+
+    A dropout is what it kept; an attention, whose weights nobody sees, is the seed that it draws from.
+    """
     import importlib
 
     import torch
@@ -34,6 +38,11 @@ def draws_of_rank(package, store, rank):
             self.kept = []
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.backward:
+                with self:  # or what is recomputed there is not seen
+                    return torch.autograd.backward(*args)
+            if func is F.scaled_dot_product_attention:
+                self.kept.append(torch.initial_seed())
             result = func(*args, **(kwargs or {}))
             if func is F.dropout:
                 self.kept.append((result != 0).tolist())
@@ -62,13 +71,13 @@ def draws_of_rank(package, store, rank):
     return steps
 
 
-def split_dropouts(plan, graph):
-    """For every dropout of the forward pass, in order: whether tp splits its result."""
+def split_draws(plan, graph):
+    """For every random operation of the forward pass, in order: whether tp splits its result."""
     program = program_of(plan, graph)
     found = []
     for unit in graph.units:
         for step in program.templates[unit.template].steps:
-            if isinstance(step, Compute) and step.node.op == "aten.dropout.default":
+            if isinstance(step, Compute) and step.node.op in RANDOM:
                 found.append("tp" in step.results[0].layout)
     return found
 
@@ -113,21 +122,21 @@ def test_draws(tmp_path, planned, is_split):
     jobs = [(str(package), str(tmp_path / "store"), rank) for rank in range(TP * DP)]
     ranks, failure = run_ranks(draws_of_rank, jobs, timeout_seconds=300)
     assert failure is None, failure.traceback
-    splits = split_dropouts(plan, planned.graph)
+    splits = split_draws(plan, planned.graph)
     assert any(splits) == is_split
     count = len(splits)
     for step in (0, 1):
         forward = [rank[step][:count] for rank in ranks]
         for call, split in enumerate(splits):
             # Ranks 0 and 1 are neighbours on tp, 0 and 2 on dp.
-            assert (forward[0][call] == forward[1][call]) is not split, f"dropout {call}"
-            assert forward[0][call] != forward[2][call], f"dropout {call}: data-parallel ranks draw alike"
+            assert (forward[0][call] == forward[1][call]) is not split, f"draw {call}"
+            assert forward[0][call] != forward[2][call], f"draw {call}: data-parallel ranks draw alike"
         # What is recomputed in the backward was drawn before.
         for rank in ranks:
             again = rank[step][count:]
             assert again, "nothing was recomputed"
             assert all(draw in rank[step][:count] for draw in again)
-        assert len({str(draw) for draw in forward[0]}) == count, "two dropouts draw alike"
+        assert len({str(draw) for draw in forward[0]}) == count, "two operations draw alike"
     assert all(first != second for first, second in zip(ranks[0][0][:count], ranks[0][1][:count], strict=True))
 
 
