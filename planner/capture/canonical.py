@@ -204,9 +204,7 @@ class Translator:
 
     def _autocast(self, bound: dict[str, Any], out: tuple[TensorType, ...]) -> dict[str, Any]:
         """Write out the casts of an autocast region: where the result's dtype is not what the operands promote to."""
-        floats: list[Any] = [
-            ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)
-        ]
+        floats = [ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)]
         if not floats or not _is_float(out[0].dtype):
             return bound
         promoted = torch.float16
@@ -219,7 +217,7 @@ class Translator:
         def cast(arg: Any) -> Any:
             if isinstance(arg, tuple):
                 return tuple(cast(item) for item in arg)
-            return self.builder.cast(arg, out[0].dtype) if arg in floats else arg
+            return self.builder.cast(arg, out[0].dtype) if isinstance(arg, Ref) and arg in floats else arg
 
         return {name: cast(value) for name, value in bound.items()}
 
@@ -251,7 +249,7 @@ class Translator:
             self._env[node] = cell
             return
         operands = {name: read_all(value) for name, value in bound.items()}
-        new = self._functional(target, operands, self.builder.type_of(operands[written]))
+        new = self._functional(target, operands, self.builder.type_of(cell.read()))
         cell.write(new)
         self._env[node] = cell
 

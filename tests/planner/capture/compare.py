@@ -68,8 +68,8 @@ def outcome(path: Path, *, dtype: torch.dtype = torch.float64, backward: bool = 
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    one, other = torch.nan_to_num(got.detach()).double(), torch.nan_to_num(want.detach()).double()
-    return float((one - other).norm())
+    one, other = torch.nan_to_num(got.detach()), torch.nan_to_num(want.detach())
+    return float((one - other).abs().double().norm())
 
 
 def _gradient_errors(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, float]:
