@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-# function -> (position, name) of its probability
-_PROBABILITY = {
-    F.dropout: (1, "p"), F.dropout1d: (1, "p"), F.dropout2d: (1, "p"), F.dropout3d: (1, "p"), F.alpha_dropout: (1, "p"),
-    F.feature_alpha_dropout: (1, "p"), torch.dropout: (1, "p"), torch.dropout_: (1, "p"),
-    torch.native_dropout: (1, "p"),
-    torch.feature_dropout: (1, "p"), torch.alpha_dropout: (1, "p"), F.scaled_dot_product_attention: (4, "dropout_p"),
-    F.multi_head_attention_forward: (10, "dropout_p"),
-}  # fmt: skip
+# (module, function) -> (position, name) of its probability
+_PROBABILITY: dict[tuple[Any, str], tuple[int, str]] = {
+    **{(F, name): (1, "p") for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")},
+    **{(torch, name): (1, "p") for name in ("dropout", "dropout_", "native_dropout", "feature_dropout")},
+    (F, "feature_alpha_dropout"): (1, "p"),
+    (torch, "alpha_dropout"): (1, "p"),
+    (F, "scaled_dot_product_attention"): (4, "dropout_p"),
+}
 
 
-class dropout_off(TorchFunctionMode):
-    """While active every dropout keeps everything: its probability is 0."""
+def _kept(function: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
+    """The function with probability 0."""
+
+    def keeps_everything(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            args = (*args[:position], 0.0, *args[position + 1 :])
+        else:
+            kwargs[name] = 0.0
+        return function(*args, **kwargs)
+
+    return keeps_everything
+
+
+class _KeepEverything(TorchFunctionMode):
+    """Catches functions that were imported by name. Backward passes run outside of function modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced = {
+            getattr(module, function): _kept(getattr(module, function), position, name)
+            for (module, function), (position, name) in _PROBABILITY.items()
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.backward:
-            return self._backward(*args, **kwargs)
-        if func is torch.autograd.backward:
-            return self._run_backward(*args, **kwargs)
-        if func in _PROBABILITY:
-            position, name = _PROBABILITY[func]
-            if len(args) > position:
-                args = (*args[:position], 0.0, *args[position + 1 :])
-            elif name in kwargs or name == "p":
-                kwargs[name] = 0.0
-        return func(*args, **kwargs)
-
-    def _backward(
-        self,
-        loss: torch.Tensor,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        self._run_backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
-
-    def _run_backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        """The backward with the mode on: a checkpointed block runs again in it, and a mode is off while it handles a
-        call. Edges of the graph in place of tensors do not come back here."""
-        with self:
-            torch.autograd.backward(
-                _edges(tensors), grad_tensors, retain_graph, create_graph, grad_variables, _edges(inputs)
-            )
+        return self.replaced.get(func, func)(*args, **(kwargs or {}))
 
 
-def _edges(values: Any) -> Any:
-    if values is None or isinstance(values, GradientEdge):
-        return values
-    if isinstance(values, torch.Tensor):
-        return get_gradient_edge(values)
-    return tuple(_edges(value) for value in values)
+@contextmanager
+def dropout_off() -> Iterator[None]:
+    """While active every dropout keeps everything, in recomputations inside a backward too."""
+    with ExitStack() as stack:
+        stack.enter_context(_KeepEverything())
+        for (module, function), (position, name) in _PROBABILITY.items():
+            kept = _kept(getattr(module, function), position, name)
+            stack.enter_context(patch.object(module, function, kept))
+        yield

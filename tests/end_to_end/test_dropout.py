@@ -30,23 +30,21 @@ def draws_of_rank(package, store, rank):
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from torch.overrides import TorchFunctionMode
 
-    class Record(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.kept = []
+    draws = []
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
 
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.Tensor.backward:
-                with self:  # or what is recomputed there is not seen
-                    return torch.autograd.backward(*args)
-            if func is F.scaled_dot_product_attention:
-                self.kept.append(torch.initial_seed())
-            result = func(*args, **(kwargs or {}))
-            if func is F.dropout:
-                self.kept.append((result != 0).tolist())
-            return result
+    def recorded_dropout(x, *args, **kwargs):
+        result = dropout(x, *args, **kwargs)
+        draws.append((result != 0).tolist())
+        return result
+
+    def recorded_attention(*args, **kwargs):
+        draws.append(torch.initial_seed())
+        return attention(*args, **kwargs)
+
+    # The emitted code looks them up when it calls them. A function mode would miss what is recomputed in the backward.
+    F.dropout, F.scaled_dot_product_attention = recorded_dropout, recorded_attention
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=TP * DP)
@@ -64,9 +62,9 @@ def draws_of_rank(package, store, rank):
     ids = torch.randint(256, (BATCH_SIZE // DP, 64), generator=generator)
     steps = []
     for step in (0, 1):
-        with Record() as record:
-            emitted.train_step(stage, mesh, {"ids": ids, "targets": ids}, step)
-        steps.append(record.kept)
+        emitted.train_step(stage, mesh, {"ids": ids, "targets": ids}, step)
+        steps.append(draws.copy())
+        draws.clear()
     dist.destroy_process_group()
     return steps
 
