@@ -67,12 +67,14 @@ class HeldTensor:
 class Edge:
     """How one input of a unit is fed: the value, and the conversions that the unit runs on it.
 
-    For a prelude value `batch` is (dim, groups) of the slice that each microbatch takes, None if it takes all.
+    For a prelude value `prepared` are conversions that run once a step, before `batch`, (dim, groups) of the slice that
+    each microbatch takes, None if it takes all.
     """
 
     value: Value
-    layout: Layout  # before the conversions, a microbatch's slice taken
+    layout: Layout  # before `changes`: prepared, a microbatch's slice taken
     changes: tuple[Change, ...]
+    prepared: tuple[Change, ...] = ()
     batch: tuple[int, int] | None = None
 
 
@@ -220,22 +222,27 @@ def _edges(program: ModelProgram, unit: int) -> tuple[Edge, ...]:
 
 
 def _edge(program: ModelProgram, unit: int, position: int) -> Edge:
-    """The microbatch's slice of a prelude value is taken first, whatever the order of the program."""
+    """A prelude value is converted once a step, then sliced, if it can be; else each microbatch converts its slice."""
     value, found = program.edge(unit, position)
     slices = [change for change in found if change.axis == MICROBATCH]
     layout = output_layout(program, value)
-    if not slices:
+    prepared = program.prepared(unit, position)
+    if not slices and prepared is None:
         return Edge(value=value, layout=layout, changes=found)
-    if value.unit != PRELUDE or not slices[0].target.is_split:
+    if slices and (value.unit != PRELUDE or not slices[0].target.is_split):
         raise AutoparError(
             f"{program.graph.units[unit].fqn or 'a unit'} reads a value as {slices[0].target} on the microbatch axis "
             f"that was made as {slices[0].source}",
             fix="use one microbatch",
         )
-    layout = {**layout, MICROBATCH: slices[0].target}
-    batch = slices[0].target.dim, local_groups(layout, MICROBATCH, program.mesh.axes)
-    changes = tuple(change for change in found if change.axis != MICROBATCH)
-    return Edge(value=value, layout=layout, changes=changes, batch=batch)
+    changes = () if prepared is not None else tuple(change for change in found if change.axis != MICROBATCH)
+    for change in prepared or ():
+        layout = {**layout, change.axis: change.target}
+    batch = None
+    if slices:
+        layout = {**layout, MICROBATCH: slices[0].target}
+        batch = slices[0].target.dim, local_groups(layout, MICROBATCH, program.mesh.axes)
+    return Edge(value=value, layout=layout, changes=changes, prepared=prepared or (), batch=batch)
 
 
 def _runs(graph: ModelGraph, edges: Mapping[int, tuple[Edge, ...]]) -> tuple[Run, ...]:
@@ -289,7 +296,12 @@ def _grow(
 
 def _fed_alike(one: Edge, other: Edge, *, is_second: bool, is_carried: bool) -> bool:
     """Whether two units of a loop take an input alike; the second may lack what only the value from outside needs."""
-    if (one.changes, one.batch, one.layout) == (other.changes, other.batch, other.layout):
+    if (one.changes, one.prepared, one.batch, one.layout) == (
+        other.changes,
+        other.prepared,
+        other.batch,
+        other.layout,
+    ):
         return True
     return is_second and is_carried and not other.changes and one.batch is None
 

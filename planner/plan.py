@@ -49,7 +49,7 @@ class CollectivePlan:
     op: str
     count: int
     num_bytes: int  # payload of each
-    reason: str  # "forward", "backward", "fsdp", "partial gradients", "clip", "tied", "loss", "stage"
+    reason: str  # "forward", "backward", "recompute", "step", "fsdp", "partial gradients", "clip", "tied", "loss", "stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, Placements, TemplateProgram, Var, model_program
 from ..sharding.redistribute import Change
+from ..sharding.rules.registry import saved_on_rank
 from .kernels import kept_scores_bytes, stack_work, stack_works
 from .prices import Prices, saved_by
-from .step_collectives import HeldParameter, held_parameters, padded_bytes, stage_values
+from .step_collectives import HeldParameter, held_parameters, padded_bytes, prepared_changes, stage_values
 
 # What is run again before its backward: nothing, every block, every second block, the attention kernel of each block,
 # or all but attention and every second matrix product of each block.
@@ -171,7 +172,7 @@ class Evaluator:
         value = unit.inputs[position]
         key = (self.graph.units[value.unit].template, value.output, unit.template, position)
         if key not in self._edges:
-            _, steps = self.program.edge(index, position)
+            steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
             forward, backward = self._changes_seconds(steps)
             self._edges[key] = forward, backward, 0
         return self._edges[key]
@@ -313,7 +314,7 @@ class Evaluator:
                 continue
             if without and without[index]:
                 continue
-            saved = saved_by(step.node)
+            saved = saved_on_rank(step.node, step.outputs)
             extra += saved.extra_bytes + kept_scores_bytes(step.node, step.operand_types, self.prices.stack)
             kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
             kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
@@ -345,12 +346,13 @@ class Evaluator:
             forward, backward = forward + unit.forward, backward + unit.backward
         held = held_parameters(self.program, first, last)
         stored = held_parameters(self.master_program, first, last)
-        prelude = self.template(self.graph.units[0].template, recompute=False)
+        prelude = self.template(self.graph.units[0].template, recompute=False).forward
+        prelude += self._changes_seconds(prepared_changes(self.program, first, last))[0]
         backward += Seconds(compute=self._accumulation_seconds(held, zero))
         step = {
-            "compute": prelude.forward.compute,
-            "dp": prelude.forward.dp + self._dp_seconds(held, zero, forward.compute, backward.compute),
-            "tp": prelude.forward.tp + self._partial_seconds(held, zero),
+            "compute": prelude.compute,
+            "dp": prelude.dp + self._dp_seconds(held, zero, forward.compute, backward.compute),
+            "tp": prelude.tp + self._partial_seconds(held, zero),
             "optimizer": self._optimizer_seconds(stored, zero),
         }
         return StageCost(

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..capture.graph import ITEM_BYTES, Kind, TensorType, Value
 from ..plan import CollectivePlan
 from ..sharding.placement import REPLICATED, SUMMED_GRADIENT, Pair, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
-from ..sharding.redistribute import CollectiveUse
+from ..sharding.redistribute import Change, CollectiveUse
 from ..sharding.rules import rule_of
 
 PRELUDE_UNIT = 0
@@ -150,12 +150,14 @@ def _passes(
 ) -> Iterator[tuple[CollectiveUse, str, int]]:
     """(collective, reason, times a step) of the operations and conversions of a stage."""
     graph, times = program.graph, program.mesh.microbatches
-    for use in _prelude_uses(program, first, last):
-        yield use, "forward", 1
+    for use in (*_prelude_uses(program, first, last), *prepared_uses(program, first, last)):
+        yield replace(use, phase="step"), "step", 1
     for index in range(max(first, 1), last):
         unit = graph.units[index]
         lowered = program.templates[unit.template]
         for position in range(len(unit.inputs)):
+            if program.prepared(index, position) is not None:
+                continue
             for change in program.edge(index, position)[1]:
                 for use in change.collectives(program.mesh.axis(change.axis)):
                     yield use, use.phase, times
@@ -164,6 +166,23 @@ def _passes(
         if activation_checkpoint == "full" and lowered.template.is_module:
             for use in recomputed(lowered):
                 yield use, "recompute", times
+
+
+def prepared_changes(program: ModelProgram, first: int, last: int) -> tuple[Change, ...]:
+    """The conversions of prelude values that a stage runs once a step; units that want the same share them."""
+    found: dict[tuple[Value, tuple[Change, ...]], Change] = {}
+    for index in range(max(first, 1), last):
+        for position, value in enumerate(program.graph.units[index].inputs):
+            steps = program.prepared(index, position) or ()
+            for count, change in enumerate(steps, start=1):
+                found[value, steps[:count]] = change
+    return tuple(found.values())
+
+
+def prepared_uses(program: ModelProgram, first: int, last: int) -> Iterator[CollectiveUse]:
+    """The collectives of these conversions."""
+    for change in prepared_changes(program, first, last):
+        yield from change.collectives(program.mesh.axis(change.axis))
 
 
 def recomputed(lowered: TemplateProgram) -> tuple[CollectiveUse, ...]:
@@ -301,5 +320,5 @@ def _bucket(
 
 __all__ = [
     "HeldParameter", "expected_collectives", "held_parameters", "held_shape", "padded_bytes",
-    "recomputed", "shard_bytes", "stage_values",
+    "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
-from .mesh import Axis, Mesh
+from .mesh import MICROBATCH, Axis, Mesh
 from .placement import REPLICATED, Layout, Pair, can_split, local_type, normal, parse_pair
 from .redistribute import Change, CollectiveUse, changes
 from .rules import Call, Option, label_groups, options_of, rule_of
@@ -231,6 +231,27 @@ class ModelProgram:
         source = self.templates[self.graph.units[value.unit].template].outputs[value.output].layout
         target = self.templates[self.graph.units[unit].template].inputs[position].layout
         return value, changes(self.graph.type_of(value), source, target, self.mesh.axes)
+
+    def prepared(self, unit: int, position: int) -> tuple[Change, ...] | None:
+        """The conversions of a prelude value that run once a step, before the microbatches take their slices of it.
+
+        None where the value is none of the prelude's, or where some conversion has to follow the slice: `edge` then has
+        those of every microbatch.
+        """
+        value = self.graph.units[unit].inputs[position]
+        if value.unit:
+            return None
+        source = self.templates[self.graph.units[0].template].outputs[value.output].layout
+        target = self.templates[self.graph.units[unit].template].inputs[position].layout
+        unsliced = {axis: pair for axis, pair in target.items() if axis != MICROBATCH}
+        unsliced |= {MICROBATCH: source[MICROBATCH]} if MICROBATCH in source else {}
+        kind = self.graph.type_of(value)
+        try:
+            found = changes(kind, source, unsliced, self.mesh.axes)
+            sliced = changes(kind, unsliced, target, self.mesh.axes)
+        except KeyError:
+            return None
+        return found if all(change.axis == MICROBATCH for change in sliced) else None
 
 
 def model_program(graph: ModelGraph, placements: Placements, mesh: Mesh) -> ModelProgram:

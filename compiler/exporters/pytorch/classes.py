@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....planner.capture.graph import Kind, Ref, Unit, Value
-from ....planner.sharding.program import Compute, TemplateProgram, Var
+from ....planner.errors import AutoparError
+from ....planner.sharding.program import Compute, TemplateProgram, Var, var
 from ....planner.sharding.rules import SeedRef
 from ...lower import PRELUDE, Edge, HeldTensor, LoweredModel, Run, StageProgram
 from ...source import Body, Expr, Key, Loop, Statement, comment, identifier, layout, literal, quote
@@ -32,6 +34,11 @@ RESERVED = frozenset(
         "local",
     }
 )
+ZERO_STAGES = (0, 2, 3)
+CHECKPOINTS = ("none", "full")
+SCHEDULES = ("none", "gpipe", "1f1b")
+# Operations that update the buffers they are given whenever they run.
+UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
 RANDOM_OPERATIONS = 1000  # numbers set aside for the random operations of one unit
 
 
@@ -42,6 +49,19 @@ class Options:
     zero: int
     activation_checkpoint: str
     schedule: str
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("zero", self.zero, ZERO_STAGES),
+            ("activation_checkpoint", self.activation_checkpoint, CHECKPOINTS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in known:
+                raise AutoparError(
+                    f"no code can be written for {name}={value}",
+                    where=f"plan.json: {name}",
+                    fix=f"choose one of {', '.join(map(str, known))}",
+                )
 
 
 class Writer:
@@ -250,7 +270,7 @@ class Writer:
         source = "\n".join(lines)
         if "values[" in source:
             yield "        values = self.microbatches[int(microbatch)]"
-        if "*at," in source or "at)" in source:
+        if re.search(r"\bat\b", source):
             yield "        at = (self.step, int(microbatch))"
         if "device=device" in source:
             yield "        device = next(self.parameters()).device"
@@ -267,25 +287,24 @@ class Writer:
                 tree.put(self.graph.units[unit].fqn.split("."), f"{self.blocks[template]}(mesh{number})")
         return tree
 
-    def values(self, stage: StageProgram) -> dict[str, tuple[Value, tuple[int, int] | None]]:
-        """What `prepare` returns: name -> (prelude value, (dim, groups) of the slice that a microbatch takes)."""
-        wanted = {
-            (edge.value, edge.batch): None for run in stage.runs for edge in run.edges if edge.value.unit == PRELUDE
-        }
-        both = {value for value, batch in wanted if batch is None and any(v == value and b for v, b in wanted)}
-        found: dict[str, tuple[Value, tuple[int, int] | None]] = {}
-        for value, batch in sorted(wanted, key=lambda item: (item[0].output, item[1] or ())):
-            name = self.prelude_names[value]
-            name = f"{name}_whole" if value in both and batch is None else name
+    def values(self, stage: StageProgram) -> dict[str, Edge]:
+        """What `prepare` returns: name -> an edge that is fed with it."""
+        edges = [edge for run in stage.runs for edge in run.edges if edge.value.unit == PRELUDE]
+        wanted = {_slot(edge): edge for edge in edges}
+        found: dict[str, Edge] = {}
+        for edge in sorted(wanted.values(), key=lambda e: (e.value.output, e.batch is None, e.batch, len(e.prepared))):
+            name = base = self.prelude_names[edge.value]
+            number = 2
             while name in found:
-                name = f"{name}_again"
-            found[name] = value, batch
+                is_whole = edge.batch is None and f"{base}_whole" not in found
+                name, number = f"{base}_whole" if is_whole else f"{base}_{number}", number + 1
+            found[name] = edge
         return found
 
     def _batch_dims(self, stage: StageProgram) -> list[str]:
         if self.mesh.microbatches == 1:
             return []
-        slices = {name: batch for name, (_, batch) in self.values(stage).items() if batch is not None}
+        slices = {name: edge.batch for name, edge in self.values(stage).items() if edge.batch is not None}
         inner = ", ".join(f"{quote(n)}: {literal(s if self.has_groups() else s[0])}" for n, s in slices.items())
         note = "dim (and number of runs in it)" if self.has_groups() else "dim"
         return [
@@ -296,9 +315,9 @@ class Writer:
 
     def has_groups(self) -> bool:
         return any(
-            batch is not None and batch[1] > 1
+            edge.batch is not None and edge.batch[1] > 1
             for stage in self.model.stages
-            for _, batch in self.values(stage).values()
+            for edge in self.values(stage).values()
         )
 
     def _prepare(self, stage: StageProgram, held: Mapping[str, HeldTensor]) -> list[str]:
@@ -311,9 +330,10 @@ class Writer:
         fqns = dict(unit.tensors)
         self._leaves(body, program, scope, {n: (held[f], f) for n, f in fqns.items() if f in held})
         values = self.values(stage)
-        outputs = [program.outputs[value.output] for value, _ in values.values()]
-        for step in statements(program, scope, wanted=outputs):
+        made = {edge.value: program.outputs[edge.value.output] for edge in values.values()}
+        for step in statements(program, scope, wanted=made.values()):
             body.add(step)
+        outputs = [self._prepared(body, edge, made[edge.value], scope) for edge in values.values()]
 
         def finish(found: Sequence[Expr]) -> str:
             pairs = ", ".join(f"{quote(name)}: {expr.text}" for name, expr in zip(values, found, strict=True))
@@ -326,13 +346,24 @@ class Writer:
         text += _device_line(lines, f"{first}.device")
         return [*text, *lines]
 
+    def _prepared(self, body: Body, edge: Edge, made: Var, scope: Scope) -> Key:
+        """Add the conversions that `prepare` runs, each once; the key of the converted value."""
+        source, state = made, made.layout
+        for change in edge.prepared:
+            target = var(made.ref, {**state, change.axis: change.target})
+            if not body.has(target):
+                name = self.prelude_names[edge.value]
+                body.add(conversion_statement(change, state, scope, source=source, target=target, name=name))
+            source, state = target, target.layout
+        return source
+
     def _forward(self, stage: StageProgram, held: Mapping[str, HeldTensor]) -> tuple[list[str], list[str]]:
         body = Body(reserved=self.reserved)
         names = self._stage_names()
         self.updated: list[tuple[str, Key]] = []
         arguments = [body.argument(value, names[value]) for value in stage.received]
-        for name, (value, batch) in self.values(stage).items():
-            body.leaf((value, batch), Expr(f"values[{quote(name)}]"))
+        for name, edge in self.values(stage).items():
+            body.leaf(_slot(edge), Expr(f"values[{quote(name)}]"))
         for run in stage.runs:
             if run.template in self.blocks:
                 self._call_blocks(body, run, names, held)
@@ -463,7 +494,7 @@ class Writer:
 
         def call(found: Sequence[Expr]) -> Expr:
             arguments = [expr.text for expr in found] + (["at"] if random else [])
-            return Expr(self._checkpointed(callee, arguments))
+            return Expr(self._checkpointed(run.template, callee, arguments))
 
         statement = Statement(
             results=results, operands=tuple(operands), render=call, names=tuple(names[value] for value in results),
@@ -479,10 +510,35 @@ class Writer:
             )
         )  # fmt: skip
 
-    def _checkpointed(self, callee: str, arguments: Sequence[str]) -> str:
-        if self.options.activation_checkpoint == "full":
-            return f"checkpoint({', '.join((callee, *arguments))}, use_reentrant=False, preserve_rng_state=False)"
-        return f"{callee}({', '.join(arguments)})"
+    def _checkpointed(self, template: int, callee: str, arguments: Sequence[str]) -> str:
+        if self.options.activation_checkpoint == "none":
+            return f"{callee}({', '.join(arguments)})"
+        inside = ", ".join((callee, *arguments))
+        if self.updates_statistics(template):
+            return f"recomputed({inside})"
+        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False)"
+
+    def updates_statistics(self, template: int) -> bool:
+        """Whether running a block changes its buffers, so that recomputing it must not.
+
+        Raises:
+            AutoparError: buffers that lie outside the block.
+        """
+        nodes = self.graph.templates[template]
+        updated = {
+            ref.node
+            for node in nodes.of_kind(Kind.OP)
+            if node.op in UPDATES_STATISTICS
+            for ref in node.operands
+            if nodes.by_name[ref.node].kind is Kind.BUFFER
+        }
+        if outside := updated - self.owned(template).keys():
+            raise AutoparError(
+                f"activation checkpointing would update the running statistics {min(outside)} twice: they lie outside "
+                f"the block {nodes.pattern or nodes.name} that is recomputed",
+                fix="plan with --activation-checkpoint none",
+            )
+        return bool(updated)
 
     def _loop_header(self, run: Run) -> str:
         fqns = [self.graph.units[unit].fqn for unit in run.units]
@@ -508,8 +564,13 @@ class Writer:
         return {tensor.fqn for tensor in stage.tensors} | {fqn for fqn in units if fqn}
 
 
+def _slot(edge: Edge) -> Key:
+    """What tells the values apart that `prepare` returns."""
+    return edge.value, edge.prepared, edge.batch
+
+
 def _source(edge: Edge) -> Key:
-    return (edge.value, edge.batch) if edge.value.unit == PRELUDE else edge.value
+    return _slot(edge) if edge.value.unit == PRELUDE else edge.value
 
 
 def _same(source: Key, target: Key, name: str) -> Statement:

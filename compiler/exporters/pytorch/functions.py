@@ -58,6 +58,26 @@ def parameter(*, tp: bool) -> str:
     return _PARAMETER_TP if tp else _PARAMETER
 
 
+RECOMPUTED = '''\
+def recomputed(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """Checkpoint a block that updates running statistics: running it again in the backward leaves them alone."""
+    contexts = nullcontext(), spare_buffers(block)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+
+
+@contextmanager
+def spare_buffers(block: nn.Module) -> Iterator[None]:
+    """Let the block work on copies of its buffers."""
+    buffers = [(m, name, buffer) for m in block.modules() for name, buffer in m.named_buffers(recurse=False)]
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)'''
+
+
 def build_mesh(mesh: Mesh) -> str:
     axes = {name: size for name, size in mesh.sizes.items() if size > 1} or {"dp": 1}
     shape = ", ".join(name.upper() for name in axes) + ("," if len(axes) == 1 else "")
@@ -411,6 +431,6 @@ def _is_counted(*, distributed: bool, replicated_dp: bool, tied: bool) -> list[s
 
 
 __all__ = [
-    "LOCAL", "UPDATE_BUFFERS", "build_mesh", "build_stage", "clip_gradients", "local_gradient", "parameter", "pipeline",
-    "reduce_gradients", "split_microbatches", "state_dicts", "train_step", "weights",
+    "LOCAL", "RECOMPUTED", "UPDATE_BUFFERS", "build_mesh", "build_stage", "clip_gradients", "local_gradient",
+    "parameter", "pipeline", "reduce_gradients", "split_microbatches", "state_dicts", "train_step", "weights",
 ]  # fmt: skip

@@ -76,6 +76,11 @@ def _imports(used: set[str], options: Options, model: LoweredModel) -> Iterator[
     mesh = [name for name in ("DeviceMesh", "init_device_mesh") if name in used]
     fsdp = [name for name in ("FSDPModule", "fully_shard") if name in used]
     schedules = [name for name in ("Schedule1F1B", "ScheduleGPipe") if name in used]
+    context = [name for name in ("contextmanager", "nullcontext") if name in used]
+    if context:
+        yield "from collections.abc import Iterator"
+        yield f"from contextlib import {', '.join(context)}"
+        yield ""
     for name, line in (
         ("torch", "import torch"),
         ("dist", "import torch.distributed as dist"),
@@ -136,6 +141,8 @@ def _classes(writer: Writer) -> Iterator[str]:
         yield functions.weights(by_name=by_name)
     yield from blocks
     yield from stages
+    if any("recomputed(" in text for text in stages):
+        yield functions.RECOMPUTED
 
 
 def _functions(writer: Writer) -> Iterator[str]:

@@ -263,6 +263,9 @@ def _runtime_call(call: Call, operands: Sequence[Expr], context: Context) -> Exp
         elif default is ... or arg != default:
             parts.append(f"{name}={_argument(arg, operands, context)}")
     parts += [f"{name}={_argument(value, operands, context)}" for name, value in call.kwargs]
+    if any(isinstance(value, SeedRef) for _, value in call.kwargs):
+        # Attention has no flag for it: its dropout is the one of training, as everywhere.
+        parts = [f"{part} if {context.training} else 0.0" if part.startswith("dropout_p=") else part for part in parts]
     return Expr(f"{call.target}({', '.join(parts)})")
 
 
