@@ -96,7 +96,8 @@ def as_table(results: Sequence[Result], scores: dict[str, FamilyScore], *, with_
         if not r.reason:
             lines.append(
                 f"{r.row.id:<46} {_text(r.row.measured_seconds, 4):>9} {_text(r.predicted_seconds, 4):>9} "
-                f"{_text(r.error_percent):>6}%  {_text(r.row.peak_memory_gib):>6} {_text(r.predicted_memory_gib):>6} GiB"
+                f"{_text(r.error_percent):>6}% "
+                f"{_text(r.row.peak_memory_gib):>6} {_text(r.predicted_memory_gib):>6} GiB"
             )
     reasons: dict[str, list[str]] = {}
     for r in results:

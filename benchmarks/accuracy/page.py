@@ -1,4 +1,4 @@
-"""Scores -> docs/accuracy.md: the table, predicted against measured as one SVG per family, and what has no prediction."""
+"""Scores -> docs/accuracy.md: the table, a plot per family, and what has no prediction."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write_page(results: Sequence[Result], scores: dict[str, FamilyScore], path: 
             spread = max(r.spread_percent for r in points)
             if spread:
                 lines += [
-                    f"Microbatch size or interleaving are not stated in some rows: the best is taken; the worst allowed "
-                    f"choice is up to {spread:.0f}% slower.",
+                    f"Microbatch size or interleaving are not stated in some rows: the best is taken; the worst "
+                    f"allowed choice is up to {spread:.0f}% slower.",
                     "",
                 ]
         if score.not_expressed:

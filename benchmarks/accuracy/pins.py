@@ -22,6 +22,9 @@ from autopar.planner.sharding.program import Placements
 _FORBIDDEN_SECONDS = 1e3
 _HIDDEN_RANK = 3  # (samples, tokens, features)
 _LOSS_OP = "aten.cross_entropy_loss.default"
+# Operations that keep the width of the residual stream; splitting them is sequence parallelism.
+_STREAM_OPS = ("aten.add.Tensor", "aten.dropout.default", "aten.layer_norm.default", "aten.rms_norm.default",
+               "aten.embedding.default")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class PinnedCosts:
     def _is_forbidden(self, node: Node, label: str) -> bool:
         if node.op == _LOSS_OP:
             return label == "v" and not self.loss_is_split
-        if self.sequence_parallel or len(node.output.shape) != _HIDDEN_RANK:
+        if self.sequence_parallel or node.op not in _STREAM_OPS or len(node.output.shape) != _HIDDEN_RANK:
             return False
         return node.output.shape[-1] == self.width and label.partition(";")[0] in ("d1", "d2", "f")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import ModelGraph
 from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.evaluate import Evaluated, Evaluator
@@ -50,7 +51,7 @@ class Predictor:
             for interleave in setup.interleaves:
                 try:
                     found.append((self._evaluate(setup, size, interleave), size, interleave))
-                except (ValueError, KeyError, NoAssignment) as error:
+                except (ValueError, KeyError, NoAssignment, AutoparError) as error:
                     reason = str(error)
         if not found:
             raise CannotExpress(reason or "no microbatch size divides the batch")
@@ -87,7 +88,8 @@ class Predictor:
         )
         return evaluator.evaluate(
             stages_of(graph, setup.layers, setup.pp * interleave),
-            schedule=setup.schedule,
+            # 1F1B without as many microbatches as stages is all forwards, then all backwards.
+            schedule="gpipe" if setup.schedule == "1f1b" and count < setup.pp else setup.schedule,
             zero=setup.zero,
             activation_checkpoint=setup.policy,
             interleave=interleave,
@@ -127,7 +129,14 @@ def _structure(shape: Shape) -> tuple[object, ...]:
     given = dict(shape.arguments)
     heads, groups = given.get("num_heads"), given.get("num_kv_heads")
     grouped = bool(groups) and groups != heads
-    return shape.file, grouped, groups if grouped else None, given.get("bias"), bool(given.get("dropout")), given.get("tied")
+    return (
+        shape.file,
+        grouped,
+        groups if grouped else None,
+        given.get("bias"),
+        bool(given.get("dropout")),
+        given.get("tied"),
+    )
 
 
 def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, int], ...]:

@@ -98,7 +98,8 @@ def setup_of(row: Row) -> Setup:
     software = SOFTWARE[row.family]
     stack = _stack(row, software)
     layers, width, heads = row.layers, row.hidden, row.heads
-    assert layers and width and heads and row.global_batch
+    assert layers and width and heads  # _refuse has seen to it
+    assert row.global_batch
     return Setup(
         shape=_shape(row, software, stack),
         layers=layers,
@@ -137,7 +138,8 @@ def _refuse(row: Row) -> None:
 
 
 def _shape(row: Row, software: Software, stack: Stack) -> Shape:
-    assert row.vocab and row.seq_len and row.heads and row.hidden and row.ffn and row.kv_heads
+    assert row.vocab is not None
+    assert row.heads is not None
     vocab = row.vocab
     if stack.vocabulary == "padded":
         multiple = _PADDED_ROWS * row.tp

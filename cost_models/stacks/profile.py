@@ -46,8 +46,8 @@ class Stack:
     gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
-    resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until the
-    last microbatch, or reduces and gathers in each. pipeline_messages: "scattered" sends each
+    resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until
+    the last microbatch, or reduces and gathers in each. pipeline_messages: "scattered" sends each
     tensor-parallel rank's part and gathers behind. vocabulary: "padded" to 128 rows per tensor-parallel rank.
     states: what is kept per parameter beside the optimizer's moments.
     """
