@@ -62,11 +62,11 @@ def train(package, *options, seconds=600):
 
 @pytest.fixture(scope="module")
 def expected():
-    (losses,), failure = run_ranks(
+    results, failure = run_ranks(
         single_process_losses, [(str(GPT), BATCH_SIZE, STEPS, LEARNING_RATE)], timeout_seconds=300
     )
-    assert failure is None
-    return losses
+    assert failure is None, failure
+    return results[0]
 
 
 def test_eight_ranks_learn_like_one_process(tmp_path, expected):
