@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import log2
 
-from ...cost_models.communication import overlapped_seconds
+from ...cost_models.communication import OVERLAP_SLOWDOWN, OVERLAP_SLOWDOWN_COMPILED, overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.interleaved import interleaved_table
-from ...cost_models.memory import Memory, overhead_bytes, state_bytes
+from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.timeline import BACKWARD, FORWARD, schedule_seconds
 from ...cost_models.work import Work
@@ -25,18 +24,15 @@ from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, Placements, TemplateProgram, Var, model_program
 from ..sharding.redistribute import Change
-from ..sharding.rules.registry import saved_on_rank
 from .kernels import kept_scores_bytes, stack_work, stack_works
-from .prices import Prices, saved_by
+from .prices import ACCUMULATED_BYTES, Prices, saved_on_device, slowest_of_nodes
 from .step_collectives import HeldParameter, held_parameters, padded_bytes, prepared_changes, stage_values
 
-# What is run again before its backward: nothing, every block, every second block, the attention kernel of each block,
+# What is run again before its backward: nothing, every block, every second block, most blocks, the attention kernel of each block,
 # or all but attention and every second matrix product of each block.
-RECOMPUTE = ("none", "full", "alternate", "attention", "operations")
-_NONE, _FULL, _ALTERNATE, _ATTENTION, _OPERATIONS = RECOMPUTE
-# Traffic of adding a microbatch's gradient to the sum, per parameter: in the compute dtype, or into float32 by way of
-# a cast. Source: unverified; reads and writes of both forms counted by hand.
-_ACCUMULATED_BYTES = {"compute": 6, "float32": 16}
+RECOMPUTE = ("none", "full", "alternate", "most", "attention", "operations")
+_NONE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
+_MOST_OF = 5  # "most": all blocks but every fifth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +156,12 @@ class Evaluator:
 
     def _policy(self, index: int, recompute: bool | str) -> str:
         policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
-        if policy != _ALTERNATE:
+        if policy not in (_ALTERNATE, _MOST):
             return policy
         mine = self.graph.units[index].template
         before = sum(unit.template == mine for unit in self.graph.units[:index])
-        return _FULL if before % 2 == 0 else _NONE
+        runs_again = before % 2 == 0 if policy == _ALTERNATE else before % _MOST_OF != _MOST_OF - 1
+        return _FULL if runs_again else _NONE
 
     def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, int]:
         """Conversions at an input; the bytes of what they made are counted by the unit that keeps its input."""
@@ -242,7 +239,7 @@ class Evaluator:
             last = 0
             for index, step in enumerate(lowered.steps):
                 if isinstance(step, Compute) and any(value.requires_grad for value in step.outputs):
-                    saved = saved_by(step.node)
+                    saved = saved_on_device(step.node, step.operand_types, step.outputs)
                     # An operand is kept before the operation runs, a result after it.
                     if saved.outputs or saved.extra_bytes:
                         last = index + 1
@@ -298,12 +295,17 @@ class Evaluator:
         template = lowered.template
         base: dict[Var, Var] = {}
         sizes: dict[Var, int] = {}
+        parts: dict[Var, int] = {}
         extra = 0
         largest = 0
         held = {made for made in lowered.tensors}
         held.update(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)
         for index, step in enumerate(lowered.steps):
             if isinstance(step, Convert):
+                gathers = step.change.conversion.forward == "all_gather"
+                if gathers and self.prices.stack.gathered_inputs == "gathered again":
+                    base[step.target] = base.get(step.source, step.source)
+                    parts[base[step.target]] = step.change.before.num_bytes
                 continue
             work = self._work(step)
             for result, value in zip(step.results, step.outputs, strict=True):
@@ -314,14 +316,14 @@ class Evaluator:
                 continue
             if without and without[index]:
                 continue
-            saved = saved_on_rank(step.node, step.outputs)
+            saved = saved_on_device(step.node, step.operand_types, step.outputs)
             extra += saved.extra_bytes + kept_scores_bytes(step.node, step.operand_types, self.prices.stack)
             kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
             kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
             for made, size in kept:
                 root = base.get(made, made)
                 if root not in held:
-                    sizes[root] = max(sizes.get(root, 0), size)
+                    sizes[root] = max(sizes.get(root, 0), min(size, parts.get(root, size)))
         return sum(sizes.values()) + extra, 2 * largest
 
     # --- stages ---
@@ -348,7 +350,9 @@ class Evaluator:
         stored = held_parameters(self.master_program, first, last)
         prelude = self.template(self.graph.units[0].template, recompute=False).forward
         prelude += self._changes_seconds(prepared_changes(self.program, first, last))[0]
-        backward += Seconds(compute=self._accumulation_seconds(held, zero))
+        copied_ahead, copied_back = self._fsdp_copy_seconds(held, zero)
+        forward += Seconds(compute=copied_ahead)
+        backward += Seconds(compute=self._accumulation_seconds(held, zero) + copied_back)
         step = {
             "compute": prelude.compute,
             "dp": prelude.dp + self._dp_seconds(held, zero, forward.compute, backward.compute),
@@ -359,12 +363,13 @@ class Evaluator:
             forward=forward,
             backward=backward,
             step=step,
-            send_seconds=self.send_seconds(last),
+            send_seconds=0.0,
             memory_bytes=self._memory(units, held, stored, in_flight, zero),
             num_parameters=sum(_numel(parameter) for parameter in stored),
         )
 
-    def send_seconds(self, boundary: int) -> float:
+    def send_seconds(self, boundary: int, edge: int) -> float:
+        """Messages of one microbatch before unit `boundary`, from pipeline stage `edge` to the next."""
         if boundary >= len(self.graph.units):
             return 0.0
         seconds = 0.0
@@ -372,10 +377,10 @@ class Evaluator:
             layout = self.program.templates[self.graph.units[value.unit].template].outputs[value.output].layout
             size = local_type(self.graph.type_of(value), layout, self.mesh.axes).num_bytes
             if self.prices.stack.pipeline_messages == "scattered":
-                seconds += self.prices.use_seconds("pp", "send", size // self.mesh.tp)
+                seconds += self.prices.send_seconds(size // self.mesh.tp, edge)
                 seconds += self.prices.use_seconds("tp", "all_gather", size)
             else:
-                seconds += self.prices.use_seconds("pp", "send", size)
+                seconds += self.prices.send_seconds(size, edge)
         return seconds
 
     def _accumulation_seconds(self, held: Sequence[HeldParameter], zero: int) -> float:
@@ -384,7 +389,7 @@ class Evaluator:
         if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
             return 0.0
         numel = sum(_numel(parameter) for parameter in held if parameter.trainable)
-        traffic = numel * _ACCUMULATED_BYTES[self.prices.stack.gradient_dtype]
+        traffic = numel * ACCUMULATED_BYTES[self.prices.stack.gradient_dtype]
         return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
 
     def _reduced_bytes(self, num_bytes: int, dtype: str) -> int:
@@ -411,7 +416,7 @@ class Evaluator:
             for dtype, size in sizes.items()
         )
         if self.prices.stack.gradient_sync == "hidden":
-            return overlapped_seconds(backward, seconds) - backward
+            return self._exposed(backward, seconds)
         return seconds
 
     def _fsdp_seconds(
@@ -446,9 +451,27 @@ class Evaluator:
         never_hidden = max(gathers, default=0.0) + max(scatters, default=0.0)
         hiding_ahead = forward * (times if ahead > gather else 1)
         hiding_back = backward * (times if stack.accumulation == "sharded" else 1)
-        exposed = overlapped_seconds(hiding_ahead, ahead) - hiding_ahead
-        exposed += overlapped_seconds(hiding_back, back) - hiding_back
-        return max(never_hidden, exposed)
+        return max(never_hidden, self._exposed(hiding_ahead, ahead) + self._exposed(hiding_back, back))
+
+    def _exposed(self, compute: float, communication: float) -> float:
+        """What communication beside compute adds to it."""
+        compiled = self.prices.stack.fusion == "compiled"
+        slowdown = OVERLAP_SLOWDOWN_COMPILED if compiled else OVERLAP_SLOWDOWN
+        return overlapped_seconds(compute, communication, slowdown=slowdown) - compute
+
+    def _fsdp_copy_seconds(self, held: Sequence[HeldParameter], zero: int) -> tuple[float, float]:
+        """Copies out of gathered buffers and into reduced ones, forward and backward of one microbatch."""
+        stack, gpu = self.prices.stack, self.prices.cluster.gpu
+        if zero < 2 or self.mesh.dp == 1 or stack.fsdp == "flat":
+            return 0.0, 0.0
+        size = sum(map(_bytes, held))
+        reduced = self._reduced_bytes(size, held[0].dtype) if held else 0
+        rate = gpu.hbm_bytes_per_second * gpu.hbm_fraction
+        is_kept = (zero == 2 or stack.resharding == "never") and stack.accumulation != "sharded"
+        times = 1 if stack.accumulation == "sharded" else 1 / self.mesh.microbatches
+        ahead = 2 * size / rate * (times if is_kept else 1)
+        back = (size + reduced) / rate * times
+        return ahead, back if is_kept else back + 2 * size / rate * times
 
     def _partial_seconds(self, held: Sequence[HeldParameter], zero: int) -> float:
         """The bucketed all_reduce of replicated parameters with partial gradients on tp."""
@@ -484,7 +507,8 @@ class Evaluator:
             largest_unit_bytes=max(_by_group(stored, 1).values(), default=0),
             frozen_bytes=frozen,
         )
-        if zero >= 2 and dp > 1 and self.mesh.microbatches > 1:
+        memory = self._as_kept(memory)
+        if zero >= 2 and dp > 1 and self.mesh.microbatches > 1 and self.prices.stack.accumulation == "unsharded":
             gathered = sum(_by_group(held, dp).values())
             unreduced = sum(_by_group([p for p in held if p.trainable], dp).values())
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, gathered + unreduced))
@@ -494,6 +518,23 @@ class Evaluator:
         )
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
         return memory.by_component()
+
+    def _as_kept(self, memory: Memory) -> Memory:
+        """States in the dtypes that the stack keeps them in."""
+        share = COMPUTE_BYTES[self.precision] / COMPUTE_BYTES["fp32"]
+        if self.prices.stack.states == "float32 master" or share == 1:
+            return memory
+        lower = replace(memory, gradients=int(memory.gradients * share))
+        if self.prices.stack.states != "compute dtype":
+            return lower
+        # Parameters are stored as they compute: no masters, and what was gathered is no second copy.
+        stored = int(memory.master_weights * share)
+        return replace(
+            lower,
+            parameters=max(memory.parameters, stored),
+            master_weights=0,
+            optimizer=int(memory.optimizer * share),
+        )
 
     # --- the step ---
 
@@ -513,12 +554,15 @@ class Evaluator:
         microbatches = self.mesh.microbatches
         ranks = len(stages) // interleave
         costs = tuple(
-            self.stage(
-                first,
-                last,
-                in_flight=self._in_flight(s, ranks, schedule, interleave),
-                zero=zero,
-                recompute=activation_checkpoint,
+            replace(
+                self.stage(
+                    first,
+                    last,
+                    in_flight=self._in_flight(s, ranks, schedule, interleave),
+                    zero=zero,
+                    recompute=activation_checkpoint,
+                ),
+                send_seconds=self.send_seconds(last, s % ranks),
             )
             for s, (first, last) in enumerate(stages)
         )
@@ -540,7 +584,7 @@ class Evaluator:
         else:
             step = sum(breakdown.values())
         busy = microbatches * both.total
-        slower = self._jitter()
+        slower = slowest_of_nodes(self.mesh, self.prices.cluster)
         return Evaluated(
             step_seconds=step * slower,
             bubble_fraction=max(0.0, 1 - busy / timeline) if len(stages) > 1 and timeline else 0.0,
@@ -548,12 +592,6 @@ class Evaluator:
             stages=costs,
             rank_memory_bytes=tuple(map(_rank_bytes, by_rank)),
         )
-
-    def _jitter(self) -> float:
-        """The slowest of many nodes sets the pace of all."""
-        network, per_node = self.prices.cluster.inter_node, self.prices.cluster.gpus_per_node
-        nodes = self.mesh.world_size / per_node
-        return 1.0 if network is None or nodes <= 1 else 1 + network.jitter_fraction * log2(nodes)
 
     def _in_flight(self, stage: int, ranks: int, schedule: str, interleave: int) -> float:
         microbatches = self.mesh.microbatches

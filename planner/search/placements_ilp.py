@@ -59,7 +59,10 @@ def solve(
     Raises:
         NoAssignment: there is none.
     """
-    alive = _consistent(problem, seconds_per_byte, memory_limit_bytes is not None)
+    alive = [
+        _undominated(choices, ks, seconds_per_byte, memory_limit_bytes is not None)
+        for choices, ks in zip(problem.choices, consistent(problem), strict=True)
+    ]
     reduced = reduce(problem, alive, seconds_per_byte, merge=memory_limit_bytes is None)
     model = _Model(reduced.problem, memory_limit_bytes)
     values = model.run(as_mip=False, time_limit_seconds=time_limit_seconds)
@@ -88,8 +91,8 @@ def solve(
     )
 
 
-def _consistent(problem: Problem, seconds_per_byte: float, keep_memory: bool) -> list[list[int]]:
-    """Choices that survive arc consistency and dominance, by vertex.
+def consistent(problem: Problem) -> list[list[int]]:
+    """Choices that survive arc consistency, by vertex: those that every neighbour can serve.
 
     Raises:
         NoAssignment: a vertex lost all of its choices.
@@ -110,8 +113,7 @@ def _consistent(problem: Problem, seconds_per_byte: float, keep_memory: bool) ->
                     waiting.add(other)
                     queue.append(other)
     for vertex, ks in enumerate(alive):
-        alive[vertex] = _undominated(problem.choices[vertex], ks, seconds_per_byte, keep_memory)
-        if not alive[vertex]:
+        if not ks:
             raise NoAssignment(problem.names[vertex])
     return alive
 

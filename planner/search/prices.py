@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import log2
 
-from ...cost_models.communication import axis_group, collective_seconds
+from ...cost_models.communication import axis_group, collective_seconds, edge_group
 from ...cost_models.compute import device_seconds
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
@@ -18,10 +19,13 @@ from ..sharding.mesh import Axis, Mesh
 from ..sharding.placement import SUMMED_GRADIENT, can_split
 from ..sharding.redistribute import Change, CollectiveUse, changes
 from ..sharding.rules import rule_of
-from ..sharding.rules.registry import Saved, pointwise_work, saves_operands
+from ..sharding.rules.registry import Saved, pointwise_work, saved_of
 from .problem import Labels, State
 
 _BUCKET_BYTES = 1 << 28  # gradients are reduced in buckets of the whole model; the rate of a large one
+# Traffic of adding a microbatch's gradient to the sum, per parameter: in the compute dtype, or into float32 by way of
+# a cast. Source: unverified; reads and writes of both forms counted by hand.
+ACCUMULATED_BYTES = {"compute": 6, "float32": 16}
 _PRICED_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -67,6 +71,16 @@ class Prices:
             op = "send" if op == "recv" else op
             group = axis_group(2 if op == "send" else size, stride, self.cluster)
             self._uses[key] = 0.0 if size == 1 else collective_seconds(op, num_bytes, group, self.cluster)
+        return self._uses[key]
+
+    def send_seconds(self, num_bytes: int, edge: int) -> float:
+        """One message from pipeline stage `edge` to the next one (from the last to the first where they are a ring)."""
+        key = (f"edge {edge}", "send", num_bytes)
+        if key not in self._uses:
+            stride = self.mesh.dp * self.mesh.tp
+            is_ring = edge == self.mesh.pp - 1
+            group = axis_group(2, stride, self.cluster) if is_ring else edge_group(edge, stride, self.cluster)
+            self._uses[key] = collective_seconds("send", num_bytes, group, self.cluster)
         return self._uses[key]
 
     def _extent(self, axis: str) -> tuple[int, int]:
@@ -168,16 +182,22 @@ def local_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[Ten
     return (pointwise_work if rule is None else rule.work)(node, operands, outputs)
 
 
-def saved_by(node: Node) -> Saved:
-    rule = rule_of(node.op)
-    return saves_operands(node) if rule is None else rule.saved(node)
+def saved_on_device(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> Saved:
+    """What autograd keeps of a local operation: by its local results, and by which operands have a gradient."""
+    return saved_of(replace(node, outputs=tuple(outputs)), operands)
+
+
+def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:
+    """By what a step grows because the slowest of many nodes sets the pace of all."""
+    nodes = mesh.world_size / cluster.gpus_per_node
+    return 1.0 if cluster.inter_node is None or nodes <= 1 else 1 + cluster.inter_node.jitter_fraction * log2(nodes)
 
 
 def _saved_guess(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
     """Bytes an operation keeps for its backward; what several operations keep is counted by each."""
     if not any(value.requires_grad for value in outputs):
         return 0.0
-    saved = saved_by(node)
+    saved = saved_on_device(node, operands, outputs)
     return float(
         sum(operands[i].num_bytes for i in saved.operands)
         + sum(outputs[i].num_bytes for i in saved.outputs)

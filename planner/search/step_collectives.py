@@ -29,7 +29,7 @@ from ..plan import CollectivePlan
 from ..sharding.placement import REPLICATED, SUMMED_GRADIENT, Pair, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
-from ..sharding.rules import rule_of
+from ..sharding.rules.registry import saved_of
 
 PRELUDE_UNIT = 0
 WORLD, TIED = "world", "tied"
@@ -200,10 +200,7 @@ def recomputed(lowered: TemplateProgram) -> tuple[CollectiveUse, ...]:
 def _saves(step: Compute) -> bool:
     if not any(value.requires_grad for value in step.outputs):
         return False
-    rule = rule_of(step.node.op)
-    if rule is None:
-        return True
-    saved = rule.saved(step.node)
+    saved = saved_of(step.node, step.operand_types)
     return bool(saved.operands or saved.outputs or saved.extra_bytes)
 
 

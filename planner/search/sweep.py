@@ -247,7 +247,7 @@ class _Sweep:
             seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
             held_bytes=tuple(float(evaluator.unit_state_bytes(index, zero)) for index in range(1, last)),
             kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
-            cut_seconds=tuple(2 * evaluator.send_seconds(index + 1) for index in range(1, last)),
+            cut_seconds=tuple(2 * evaluator.send_seconds(index + 1, 0) for index in range(1, last)),
             in_flight=tuple(get_schedule(schedule).in_flight(s, mesh.pp, mesh.microbatches) for s in range(mesh.pp)),
             microbatches=mesh.microbatches,
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
