@@ -4,8 +4,8 @@
     python benchmarks/cases.py tests/cases/hf.py --set arch=llama --set arch=gpt2 --mesh "dp=2;tp=2"
 
 Each model is captured once and then planned and verified per mesh. Three outcomes: verified; refused, with the reason
-(no plan fits, or the model is not supported); WRONG, which is anything else: values or collectives that differ, a crash,
-no answer in time. Exit code 5 if anything is WRONG. Models run in processes forked from one that has imported torch.
+(no plan fits, or the model is not supported); WRONG, which is anything else: values or collectives that differ, a
+crash, no answer in time. Exit code 5 if anything is WRONG. Models run in forks of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 REPORTS = Path(__file__).resolve().parent.parent / "tests" / "cases" / "reports"
 FREE_GPUS = 8
@@ -84,12 +85,10 @@ def run_task(task: Task) -> Iterator[Row]:
             row = _refused(task, mesh, error)
         except Exception as error:
             row = _crashed(task, mesh, error)
-        yield _with_seconds(row, time.monotonic() - begin)
+        yield replace(row, seconds=time.monotonic() - begin)
 
 
-def _run_mesh(task: Task, mesh: str, graph: object, request: object) -> Row:
-    from dataclasses import replace
-
+def _run_mesh(task: Task, mesh: str, graph: Any, request: Any) -> Row:
     from autopar.compiler.package import emit_package
     from autopar.compiler.verify import verify
     from autopar.planner.driver import check_request, plan_graph
@@ -127,12 +126,6 @@ def _crashed(task: Task, mesh: str, error: Exception) -> Row:
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(place.filename).name}:{place.lineno})"
     return Row(model=task.name, mesh=mesh, status="WRONG", exit_code=1, detail=what)
-
-
-def _with_seconds(row: Row, seconds: float) -> Row:
-    from dataclasses import replace
-
-    return replace(row, seconds=seconds)
 
 
 def _serve(channel: Connection) -> None:
@@ -210,8 +203,6 @@ def run_tasks(tasks: list[Task], jobs: int) -> Iterator[Row]:
 
 def _lost(workers: list[_Worker], worker: _Worker, waiting: list[Task], what: str) -> Row:
     """Replace a worker; the meshes that its task still had go back to the front of the queue."""
-    from dataclasses import replace
-
     task = worker.task
     assert task is not None
     mesh, rest = task.meshes[worker.done], task.meshes[worker.done + 1 :]
@@ -229,14 +220,17 @@ def table_line(row: Row) -> str:
 
 
 def summary_lines(rows: list[Row], meshes: tuple[str, ...]) -> Iterator[str]:
-    """One line a model: V, r(exit code) or W per mesh."""
+    """One line a model: what came of each mesh."""
     yield f"{'model':<26}" + "".join(f"{mesh:<16}" for mesh in meshes)
     for model in dict.fromkeys(row.model for row in rows):
         cells = {row.mesh: row for row in rows if row.model == model}
-        yield f"{model:<26}" + "".join(
-            f"{f'refused ({r.exit_code})' if r.status == 'refused' else r.status:<16}" if (r := cells.get(m)) else " " * 16
-            for m in meshes
-        )  # fmt: skip
+        yield f"{model:<26}" + "".join(f"{_cell(cells.get(mesh)):<16}" for mesh in meshes)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"refused ({row.exit_code})" if row.status == "refused" else row.status
 
 
 def main() -> int:
@@ -255,11 +249,16 @@ def main() -> int:
         parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(file.stem for file in files)}")
     meshes = tuple(mesh.strip() for mesh in arguments.mesh.split(";") if mesh.strip())
     tasks = [
-        Task(model=str(file), arguments=(value,) if value else (), meshes=meshes, timeout_seconds=arguments.timeout_seconds)
+        Task(
+            model=str(file),
+            arguments=(value,) if value else (),
+            meshes=meshes,
+            timeout_seconds=arguments.timeout_seconds,
+        )
         for file in files
         if not wanted or file.stem in wanted
         for value in arguments.set or [""]
-    ]  # fmt: skip
+    ]
     if not tasks:
         parser.error(f"no model files in {arguments.models}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...planner.capture.model_file import load_model_file
 from ...planner.capture.step import run_step, sample_inputs
@@ -17,19 +19,36 @@ from .dropout import dropout_off
 SEED = 0
 SGD_LEARNING_RATE = 0.1
 ADAMW_LEARNING_RATE = 1e-2
-# Elements whose gradient is nothing but rounding get a full AdamW step from it if epsilon is far below that rounding.
-ADAMW_EPSILON = {torch.float64: 1e-8, torch.float32: 1e-4}
+# Elements whose gradient is nothing but rounding get a full AdamW step if epsilon is not far above that rounding.
+ADAMW_EPSILON = {torch.float64: 1e-6, torch.float32: 1e-4}
 CLIP_NORM = 1e-2
 
 
 def optimizers(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
-    """The optimizers whose first step is compared, by name."""
+    """The optimizers whose first step is compared, by name; a stage may have no parameters."""
     return {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE),
+        "sgd": lambda parameters: torch.optim.SGD([{"params": parameters}], lr=SGD_LEARNING_RATE),
         "adamw": lambda parameters: torch.optim.AdamW(
-            parameters, lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPSILON[dtype], weight_decay=0.1
+            [{"params": parameters}], lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPSILON[dtype], weight_decay=0.1
         ),
     }
+
+
+class FixedDtypes(TorchDispatchMode):
+    """Watches for floating values that do not follow the dtype of the weights: `found` names the first operation."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.found = dtype, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if isinstance(first, torch.Tensor) and not self.found:
+            real = first.is_floating_point() and first.dtype != self.dtype
+            if real or (first.is_complex() and first.dtype.to_real() != self.dtype):
+                self.found = f"{func} makes {first.dtype}"
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +71,23 @@ class Reference:
         return Reference(**torch.load(path, mmap=True))
 
 
-def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, saved: str) -> None:
-    """Build the user's module from `path`, run one step on the whole batch, and save a `Reference`."""
+def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, saved: str) -> str:
+    """Build the user's module from `path`, run one step on the whole batch, and save a `Reference`.
+
+    Returns which operation of the module does not follow `dtype`; "" if all do.
+    """
     torch.set_num_threads(1)
     wanted = getattr(torch, dtype)
     loaded = load_model_file(path, model.name, model.arguments, model.inputs)
-    module = loaded.build("cpu", seed=SEED).to(wanted)
+    # Not `module.to(dtype)`, which makes complex tensors real.
+    module = loaded.build("cpu", seed=SEED)._apply(lambda t: t.to(wanted) if t.is_floating_point() else t)
     module.train()
     everything = {**module.state_dict(), **dict(module.named_buffers())}  # also buffers that are not persistent
     start = {name: value.detach().clone() for name, value in everything.items()}
     sample = sample_inputs(loaded, module, batch_size, seed=SEED)
     inputs = {name: value.to(wanted) if value.is_floating_point() else value for name, value in sample.tensors.items()}
     step = type(sample)(layout=sample.layout, tensors=inputs)
-    with dropout_off():
+    with FixedDtypes(wanted) as fixed, dropout_off():
         loss = run_step(loaded, module, step)
         loss.backward()
     # Tied parameters under each of their names: the stages of a pipeline may use different ones.
@@ -93,3 +116,4 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
         buffers=buffers,
         stepped=stepped,
     ).save(Path(saved))
+    return fixed.found
