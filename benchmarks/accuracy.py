@@ -23,7 +23,6 @@ from accuracy.predict import Predictor
 from accuracy.rows import Row, read_rows
 from accuracy.scores import FamilyScore, Result, family_scores
 from accuracy.setups import CannotExpress, setup_of
-
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.units import GIB
 

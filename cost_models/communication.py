@@ -17,6 +17,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 # Compute runs this much longer while a collective runs beside it: they share SMs and memory bandwidth.
 # Source: fits published FSDP runs on A100 and H100 (1.25 eager, 1.0 to 1.05 compiled inside a node).
 OVERLAP_SLOWDOWN = 1.25
+OVERLAP_SLOWDOWN_COMPILED = 1.05
 GRADIENT_SYNCS = ("all_reduce", "reduce_scatter_all_gather", "parameter_server")
 
 
@@ -185,7 +186,9 @@ def gradient_sync_seconds(kind: str, num_bytes: float, group: Group, cluster: Cl
     raise ValueError(f"unknown gradient synchronisation {kind!r}; one of {', '.join(GRADIENT_SYNCS)}")
 
 
-def overlapped_seconds(compute_seconds: float, communication_seconds: float) -> float:
+def overlapped_seconds(
+    compute_seconds: float, communication_seconds: float, *, slowdown: float = OVERLAP_SLOWDOWN
+) -> float:
     """Seconds of compute and communication that start together; what overlaps slows compute down."""
     shared = min(compute_seconds, communication_seconds)
-    return max(compute_seconds + (OVERLAP_SLOWDOWN - 1) * shared, communication_seconds)
+    return max(compute_seconds + (slowdown - 1) * shared, communication_seconds)

@@ -7,8 +7,9 @@ A product of (m, k) by (k, n) is cut into tiles that fill the device in waves:
         + (t0/2 to add the parts, if sk > 1)
     e = 1 - 100 te (1/sqrt(tm tn) - 1/sqrt(256*128))
 
-with R, t0, k0, te from the device's file (`GemmCurve`) and s its sustained fraction. Fused attention of n keys runs at
-e0 / (1 + s0/n) of the peak. All else takes its bytes at the sustained memory bandwidth, and every kernel a small
+with R, t0, k0, te from the device's file (`GemmCurve`) and s its sustained fraction. Fused attention of n keys runs
+at e0 / (1 + s0/n) of the sustained peak. All else takes its bytes at the sustained memory bandwidth, and every kernel a
+small
 constant.
 In eager mode the host needs `launch_seconds` per kernel: a run takes the longer of device and host.
 """
@@ -33,11 +34,14 @@ _COMPILED_LAUNCH_FRACTION = 0.4
 
 # Matrix units want rows of 16 bytes. Source: published runs with head_dim 108 (batched), swiglu widths on H100 (plain).
 _ALIGNMENT_BYTES = 16
-_MISALIGNED_BATCHED_FRACTION = 0.1
+_MISALIGNED_BATCHED_FRACTION = 0.076
 _MISALIGNED_FRACTION = 0.76
 
 # Fused attention backward recomputes the scores: 5 products instead of 2, on twice the tensors.
 _BACKWARD_KEYS_FACTOR = 2 / 2.5
+
+# What the first generation of fused attention reaches of the second. Source: published runs of both on A100.
+_FLASH_1_FRACTION = 0.8
 
 # dtype of a graph -> (rate name, bytes of an item). Integer products run on the float32 units.
 _RATES: dict[str, tuple[str, int]] = {
@@ -120,7 +124,14 @@ def attention_seconds(
         return 0.0
     name, item_bytes = _rate_and_item_bytes(dtype, stack, gpu)
     curve = gpu.attention
-    rate = gpu.rate(name) * curve.peak_fraction * (curve.backward_fraction if is_backward else 1.0)
+    rate = (
+        gpu.rate(name)
+        * gpu.sustained_fraction
+        * curve.peak_fraction
+        * (curve.backward_fraction if is_backward else 1.0)
+    )
+    if stack.attention == "flash 1":
+        rate *= _FLASH_1_FRACTION
     keys = 2 * item_bytes * flops / max(num_bytes, 1) * (_BACKWARD_KEYS_FACTOR if is_backward else 1.0)
     return flops * (1 + curve.short_keys / keys) / rate
 

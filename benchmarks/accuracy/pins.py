@@ -53,7 +53,7 @@ class PinnedCosts:
 
     def _is_forbidden(self, node: Node, label: str) -> bool:
         if node.op == _LOSS_OP:
-            return label == "v" and not self.loss_is_split
+            return label not in (("v",) if self.loss_is_split else ("none", "grad"))
         if self.sequence_parallel or node.op not in _STREAM_OPS or len(node.output.shape) != _HIDDEN_RANK:
             return False
         return node.output.shape[-1] == self.width and label.partition(";")[0] in ("d1", "d2", "f")

@@ -23,7 +23,6 @@ class Prediction:
 
     seconds: float
     memory_bytes: int
-    first_rank_bytes: int
     fits: bool
     microbatch: int
     interleave: int
@@ -62,8 +61,7 @@ class Predictor:
         slowest = max(each[0].step_seconds for each in allowed)
         return Prediction(
             seconds=cost.step_seconds,
-            memory_bytes=cost.memory_bytes,
-            first_rank_bytes=cost.rank_memory_bytes[0],
+            memory_bytes=_measured_bytes(cost, setup.memory),
             fits=bool(fitting),
             microbatch=size,
             interleave=interleave,
@@ -124,6 +122,16 @@ class Predictor:
         return self._tensor[key]
 
 
+def _measured_bytes(cost: Evaluated, kind: str) -> int:
+    """What a source's memory column would show; `kind` as in `Software`. nvidia-smi is read on the first rank."""
+    if kind == "process":
+        return cost.rank_memory_bytes[0]
+    if len(cost.stages) == len(cost.rank_memory_bytes):
+        return max(stage.memory_bytes["total"] - stage.memory_bytes["overhead"] for stage in cost.stages)
+    overhead = max(stage.memory_bytes["overhead"] for stage in cost.stages)
+    return cost.memory_bytes - overhead
+
+
 def _structure(shape: Shape) -> tuple[object, ...]:
     """Equal for shapes whose graphs differ in sizes only."""
     given = dict(shape.arguments)
@@ -140,10 +148,11 @@ def _structure(shape: Shape) -> tuple[object, ...]:
 
 
 def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Equal numbers of blocks on every stage; where only blocks, embedding and head together divide, they count alike.
+    """Equal numbers of blocks on every stage. Where they do not divide, embedding and head count as blocks; where that
+    does not divide either, the first stages have one more.
 
     Raises:
-        ValueError: neither divides.
+        ValueError: fewer blocks than stages.
     """
     last = len(graph.units)
     counts = graph.counts()
@@ -155,6 +164,8 @@ def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, in
         sizes = [(layers + 2) // count] * count
         sizes[0] -= 1
         sizes[-1] -= 1
+    elif layers > count:
+        sizes = [layers // count + (i < layers % count) for i in range(count)]
     else:
         raise ValueError(f"{layers} blocks on {count} stages")
     ends = [start + sum(sizes[: i + 1]) for i in range(count)]

@@ -38,6 +38,9 @@ class Software:
     dropout: float = 0.0
     bias: bool = True
     tied: bool = True
+    memory: str = (
+        "process"  # what its memory column has: "computed", "allocated" (by PyTorch) or "process" (nvidia-smi)
+    )
 
 
 # Family -> software. Source: the papers and repositories named in data/README.md.
@@ -46,15 +49,15 @@ SOFTWARE = {
     "narayanan-t1": Software(stack="megatron-2021", dropout=0.1),
     "narayanan-t2": Software(stack="megatron-2021", dropout=0.1),
     "korthikanti-t5": Software(stack="megatron-2022", dropout=0.1),
-    "korthikanti-fig1": Software(stack="megatron-2022", dropout=0.1),
+    "korthikanti-fig1": Software(stack="megatron-2022", dropout=0.1, memory="computed"),
     "bloom": Software(stack="megatron-deepspeed", dropout=0.0),
     "tr3m": Software(stack="megatron-deepspeed", dropout=0.1),
     "oneflow": Software(stack="oneflow", dropout=0.1),
     "llm-foundry": Software(stack="llm-foundry", bias=False),
-    "torchtitan": Software(stack="torchtitan", bias=False, tied=False),
-    "kempnerforge": Software(stack="kempnerforge", bias=False, tied=False),
+    "torchtitan": Software(stack="torchtitan", bias=False, tied=False, memory="allocated"),
+    "kempnerforge": Software(stack="kempnerforge", bias=False, tied=False, memory="allocated"),
     "fms-fsdp": Software(stack="fms-fsdp", bias=False, tied=False),
-    "nanotron": Software(stack="nanotron", bias=False, tied=True),
+    "nanotron": Software(stack="nanotron", bias=False, tied=True, memory="allocated"),
     "megatron-bridge": Software(stack="megatron-2024", bias=False, tied=False),
     "nemo": Software(stack="megatron-2024", bias=False, tied=False),
     "llama3-paper": Software(stack="megatron-2024", bias=False, tied=False),
@@ -83,6 +86,7 @@ class Setup:
     policy: str
     schedule: str
     sequence_parallel: bool
+    memory: str
     global_batch: int
     microbatch_sizes: tuple[int, ...]
     interleaves: tuple[int, ...]
@@ -98,7 +102,9 @@ def setup_of(row: Row) -> Setup:
     software = SOFTWARE[row.family]
     stack = _stack(row, software)
     layers, width, heads = row.layers, row.hidden, row.heads
-    assert layers and width and heads  # _refuse has seen to it
+    assert layers is not None
+    assert width is not None
+    assert heads is not None
     assert row.global_batch
     return Setup(
         shape=_shape(row, software, stack),
@@ -115,6 +121,7 @@ def setup_of(row: Row) -> Setup:
         policy=_policy(row),
         schedule="none" if row.pp == 1 else "1f1b",
         sequence_parallel=row.sequence_parallel,
+        memory=software.memory,
         global_batch=row.global_batch,
         microbatch_sizes=_microbatch_sizes(row),
         interleaves=_interleaves(row, layers),
@@ -160,6 +167,9 @@ def _stack(row: Row, software: Software) -> Stack:
     # Runs after this date accumulate bf16 gradients in float32. Source: the notes of the runs.
     if match := re.search(r"src date (\d\d)-(\d\d)", row.notes):
         name += "-float32" if (int(match[1]), int(match[2])) >= (2, 28) else ""
+    # The comparison names the other framework in parentheses.
+    if row.family == "oneflow" and "(megatron)" in row.model:
+        name = "megatron-2021-whole"
     if "pure" in row.precision:
         name += "-pure"
     if row.compiled.startswith("yes") and (_STACKS / f"{name}-compiled.toml").exists():
@@ -221,7 +231,7 @@ def _policy(row: Row) -> str:
     if "op" in text:
         return "operations"
     if "partial" in text:
-        return "full"
+        return "most"
     raise CannotExpress(f"activation checkpointing {text!r}")
 
 

@@ -15,19 +15,26 @@ _FOLDER = Path(__file__).parent
 CHOICES: dict[str, tuple[str, ...]] = {
     "fusion": ("eager", "kernels", "compiled"),
     "float32_matmul": ("ieee", "tf32"),
-    "attention": ("flash", "materialised"),
+    "attention": ("flash", "flash 1", "materialised", "materialised, fused dropout"),
     "norms": ("kernel", "stepwise"),
     "loss": ("kernel", "stepwise", "fused"),
     "loss_logits": ("split", "gathered"),
     "gradient_dtype": ("compute", "float32"),
-    "gradient_sync": ("exposed", "hidden"),
+    "gradient_sync": ("exposed", "hidden", "hidden without tp"),
     "fsdp_overlap": ("always", "without tp"),
     "recompute": ("until last saved", "whole forward"),
+    "fsdp": ("per parameter", "flat"),
     "resharding": ("as planned", "never"),
     "accumulation": ("unsharded", "sharded"),
     "pipeline_messages": ("whole", "scattered"),
+    "gathered_inputs": ("kept", "gathered again"),
     "vocabulary": ("as given", "padded"),
-    "states": ("float32 master", "float32 master, compute gradients", "compute dtype"),
+    "states": (
+        "float32 master",
+        "float32 master, compute gradients",
+        "float32 master, both gradients",
+        "compute dtype",
+    ),
 }
 _REQUIRED = ("description", "source", "fusion", "float32_matmul")
 
@@ -37,18 +44,22 @@ class Stack:
     """One profile.
 
     fusion: "eager" launches a kernel per operation; "kernels" has hand-written ones for chains of pointwise operations
-    (bias and activation; bias, dropout and residual); "compiled" also fuses norms, casts and views into them.
+    (bias and activation; bias, dropout and residual); "compiled" also fuses norms and copies into them.
     float32_matmul: float32 products on the float32 units ("ieee", PyTorch's default) or on the matrix units ("tf32").
-    attention: one fused kernel, or scores written out between batched products.
+    attention: one fused kernel (of the second generation, or the first), or scores written between batched products,
+    their softmax and dropout apart or in one kernel.
     norms: one kernel each, or float32 steps (square, mean, scale) one by one.
     loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), or one
     pass over the logits ("fused"). loss_logits: whether the vocabulary stays split over tensor-parallel ranks.
     gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
+    fsdp: "per parameter" (FSDP2) copies into and out of each collective's buffer, "flat" (FSDP1) does not.
     resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until
-    the last microbatch, or reduces and gathers in each. pipeline_messages: "scattered" sends each
-    tensor-parallel rank's part and gathers behind. vocabulary: "padded" to 128 rows per tensor-parallel rank.
+    the last microbatch, or reduces in each.
+    pipeline_messages: "scattered" sends each tensor-parallel rank's part and gathers behind.
+    gathered_inputs: whether a product keeps the gathered tokens of sequence parallelism for its backward.
+    vocabulary: "padded" to 128 rows per tensor-parallel rank.
     states: what is kept per parameter beside the optimizer's moments.
     """
 
@@ -65,9 +76,11 @@ class Stack:
     gradient_sync: str = "exposed"
     fsdp_overlap: str = "always"
     recompute: str = "until last saved"
+    fsdp: str = "per parameter"
     resharding: str = "as planned"
     accumulation: str = "unsharded"
     pipeline_messages: str = "whole"
+    gathered_inputs: str = "kept"
     vocabulary: str = "as given"
     states: str = "float32 master"
 

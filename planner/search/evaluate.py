@@ -24,12 +24,12 @@ from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, Placements, TemplateProgram, Var, model_program
 from ..sharding.redistribute import Change
-from .kernels import kept_scores_bytes, stack_work, stack_works
+from .kernels import kept_by_kernels, stack_work, stack_works
 from .prices import ACCUMULATED_BYTES, Prices, saved_on_device, slowest_of_nodes
 from .step_collectives import HeldParameter, held_parameters, padded_bytes, prepared_changes, stage_values
 
-# What is run again before its backward: nothing, every block, every second block, most blocks, the attention kernel of each block,
-# or all but attention and every second matrix product of each block.
+# What is run again before its backward: nothing, every block, every second block, most blocks, the attention kernel of
+# each block, or all but attention and every second matrix product of each block.
 RECOMPUTE = ("none", "full", "alternate", "most", "attention", "operations")
 _NONE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
 _MOST_OF = 5  # "most": all blocks but every fifth
@@ -317,7 +317,7 @@ class Evaluator:
             if without and without[index]:
                 continue
             saved = saved_on_device(step.node, step.operand_types, step.outputs)
-            extra += saved.extra_bytes + kept_scores_bytes(step.node, step.operand_types, self.prices.stack)
+            extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
             kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
             kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
             for made, size in kept:
@@ -404,18 +404,21 @@ class Evaluator:
             return 0.0
         trainable = [parameter for parameter in held if parameter.trainable]
         if zero < 2:
-            return self._all_reduce_seconds(trainable, backward)
+            return self._all_reduce_seconds(trainable, zero, backward)
         return self._fsdp_seconds(held, trainable, zero, forward, backward)
 
-    def _all_reduce_seconds(self, trainable: Sequence[HeldParameter], backward: float) -> float:
+    def _all_reduce_seconds(self, trainable: Sequence[HeldParameter], zero: int, backward: float) -> float:
+        """ZeRO-1 gathers what each rank has updated."""
         sizes: dict[str, int] = {}
         for parameter in trainable:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + _bytes(parameter)
         seconds = sum(
             self.prices.use_seconds("dp", "all_reduce", self._reduced_bytes(size, dtype))
+            + (self.prices.use_seconds("dp", "all_gather", size) if zero == 1 else 0.0)
             for dtype, size in sizes.items()
         )
-        if self.prices.stack.gradient_sync == "hidden":
+        sync = self.prices.stack.gradient_sync
+        if sync == "hidden" or (sync == "hidden without tp" and self.mesh.tp == 1):
             return self._exposed(backward, seconds)
         return seconds
 
@@ -439,12 +442,10 @@ class Evaluator:
             for size in scattered.values()
         ]
         gather, scatter = sum(gathers), sum(scatters)
-        if stack.accumulation == "sharded":
-            ahead, back = times * gather, times * (gather + scatter)
-        elif zero == 2 or stack.resharding == "never":
-            ahead, back = gather, scatter
-        else:
-            ahead, back = times * gather, gather + scatter
+        is_kept = zero == 2 or stack.resharding == "never"
+        is_sharded = stack.accumulation == "sharded"
+        ahead = gather if is_kept else times * gather
+        back = (times if is_sharded else 1) * (scatter if is_kept else gather + scatter)
         if stack.fsdp_overlap == "without tp" and self.mesh.tp > 1:
             return ahead + back
         # Nothing computes while the first group is gathered and the last reduced.
@@ -467,9 +468,9 @@ class Evaluator:
         size = sum(map(_bytes, held))
         reduced = self._reduced_bytes(size, held[0].dtype) if held else 0
         rate = gpu.hbm_bytes_per_second * gpu.hbm_fraction
-        is_kept = (zero == 2 or stack.resharding == "never") and stack.accumulation != "sharded"
+        is_kept = zero == 2 or stack.resharding == "never"
         times = 1 if stack.accumulation == "sharded" else 1 / self.mesh.microbatches
-        ahead = 2 * size / rate * (times if is_kept else 1)
+        ahead = 2 * size / rate * (1 / self.mesh.microbatches if is_kept else 1)
         back = (size + reduced) / rate * times
         return ahead, back if is_kept else back + 2 * size / rate * times
 
@@ -508,10 +509,13 @@ class Evaluator:
             frozen_bytes=frozen,
         )
         memory = self._as_kept(memory)
-        if zero >= 2 and dp > 1 and self.mesh.microbatches > 1 and self.prices.stack.accumulation == "unsharded":
-            gathered = sum(_by_group(held, dp).values())
-            unreduced = sum(_by_group([p for p in held if p.trainable], dp).values())
-            memory = replace(memory, gather_buffers=max(memory.gather_buffers, gathered + unreduced))
+        if zero >= 2 and dp > 1:
+            stack, is_accumulated = self.prices.stack, self.mesh.microbatches > 1
+            keeps_gradients = is_accumulated and stack.accumulation == "unsharded"
+            whole = sum(_by_group(held, dp).values()) if keeps_gradients or stack.resharding == "never" else 0
+            if keeps_gradients:
+                whole += sum(_by_group([p for p in held if p.trainable], dp).values())
+            memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         memory += Memory(
             activations=int(in_flight * sum(unit.saved_bytes for unit in units)),
             temporary=max((unit.working_bytes for unit in units), default=0),
@@ -524,6 +528,8 @@ class Evaluator:
         share = COMPUTE_BYTES[self.precision] / COMPUTE_BYTES["fp32"]
         if self.prices.stack.states == "float32 master" or share == 1:
             return memory
+        if self.prices.stack.states == "float32 master, both gradients":
+            return replace(memory, gradients=int(memory.gradients * (1 + share)))
         lower = replace(memory, gradients=int(memory.gradients * share))
         if self.prices.stack.states != "compute dtype":
             return lower

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ...cost_models.stacks import Stack
 from ...cost_models.work import Gemm, Pass, Work
-from ..capture.graph import Node, TensorType
+from ..capture.graph import ITEM_BYTES, Node, TensorType
 from ..sharding.program import Compute, Convert, TemplateProgram, Var
 from ..sharding.rules import rule_of
 from ..sharding.rules.pointwise import pointwise_options
@@ -29,8 +29,8 @@ _EMBEDDING = "aten.embedding.default"
 _ADD = "aten.add.Tensor"
 
 # Bytes per score: scale, mask and softmax in one kernel (4), dropout with its mask (5), and the copies of a batched
-# product's operands. Source: kernels of Megatron-LM 2021 counted by hand; unverified.
-_SCORE_BYTES = (11, 19)
+# product's operands; or softmax and dropout in one. Source: kernels of Megatron-LM 2021 counted by hand; unverified.
+_SCORE_BYTES = {"materialised": (11, 19), "materialised, fused dropout": (7, 9)}
 # Bytes per logit beside the product: float32 copies, maximum, exponential, sum and gather in kernels of their own; or
 # one cast and one pass over float32 logits. Source: operations of both forms counted by hand; unverified.
 _LOGIT_BYTES = {"stepwise": (26, 16), "fused": (14, 12)}
@@ -42,8 +42,8 @@ _ATTENTION_BACKWARD_PRODUCTS = 2
 def stack_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType], stack: Stack) -> Work:
     """Work of one local operation with the kernels of a stack."""
     work = local_work(node, operands, outputs)
-    if node.op == _ATTENTION and stack.attention == "materialised":
-        return _materialised(work, operands)
+    if node.op == _ATTENTION and stack.attention in _SCORE_BYTES:
+        return _materialised(work, operands, *_SCORE_BYTES[stack.attention])
     if node.op == _LOSS and stack.loss in _LOGIT_BYTES:
         ahead, back = _LOGIT_BYTES[stack.loss]
         logits = operands[0].numel
@@ -63,7 +63,7 @@ def stack_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[Ten
     return work
 
 
-def _materialised(work: Work, operands: Sequence[TensorType]) -> Work:
+def _materialised(work: Work, operands: Sequence[TensorType], ahead: int, back: int) -> Work:
     query, key, value = operands[:3]
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     heads = query.numel // (num_queries * query.shape[-1])
@@ -71,7 +71,6 @@ def _materialised(work: Work, operands: Sequence[TensorType]) -> Work:
     mixed = Gemm(num_queries, value.shape[-1], num_keys, heads)
     elements = heads * num_queries * num_keys
     traffic = (scores.num_elements + mixed.num_elements) * query.num_bytes // query.numel
-    ahead, back = _SCORE_BYTES
     forward = Pass(gemms=(scores, mixed), bytes=traffic + ahead * elements, kernels=4)
     if not work.backward.kernels:
         return Work(forward=forward, dtype=work.dtype)
@@ -87,9 +86,12 @@ def _materialised(work: Work, operands: Sequence[TensorType]) -> Work:
     return Work(forward=forward, backward=backward, dtype=work.dtype)
 
 
-def kept_scores_bytes(node: Node, operands: Sequence[TensorType], stack: Stack) -> int:
-    """What autograd keeps of attention with written scores: the softmax, and where it drops the mask and the result."""
-    if node.op != _ATTENTION or stack.attention != "materialised":
+def kept_by_kernels(node: Node, operands: Sequence[TensorType], stack: Stack) -> int:
+    """What a stack's kernels keep beside what the rule says: scores (the softmax, and where it drops the mask and the
+    result), and float32 logits with their logarithms."""
+    if node.op == _LOSS and stack.loss in _LOGIT_BYTES and operands[0].dtype != "float32":
+        return 2 * ITEM_BYTES["float32"] * operands[0].numel
+    if node.op != _ATTENTION or stack.attention not in _SCORE_BYTES:
         return 0
     query, key = operands[:2]
     elements = query.numel // query.shape[-1] * key.shape[-2]
