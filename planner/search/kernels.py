@@ -88,9 +88,9 @@ def _materialised(work: Work, operands: Sequence[TensorType], ahead: int, back: 
 
 def kept_by_kernels(node: Node, operands: Sequence[TensorType], stack: Stack) -> int:
     """What a stack's kernels keep beside what the rule says: scores (the softmax, and where it drops the mask and the
-    result), and float32 logits with their logarithms."""
+    result), and a float32 copy of the logits or of their logarithms."""
     if node.op == _LOSS and stack.loss in _LOGIT_BYTES and operands[0].dtype != "float32":
-        return 2 * ITEM_BYTES["float32"] * operands[0].numel
+        return ITEM_BYTES["float32"] * operands[0].numel
     if node.op != _ATTENTION or stack.attention not in _SCORE_BYTES:
         return 0
     query, key = operands[:2]
