@@ -146,14 +146,11 @@ def batch_of(
     """
     sample = _sample(loaded, module, size, device)
     if loaded.takes_batch_size:
-        other = _sample(loaded, module, 2 * size, device)
-        dims: dict[str, int | None] = {}
-        for name, tensor in sample.tensors.items():
-            pairs = enumerate(zip(tensor.shape, other.tensors[name].shape, strict=True))
-            dims[name] = next((dim for dim, (one, two) in pairs if two == 2 * one and one % size == 0), None)
-        return sample, dims, size
+        return sample, _batch_dims(loaded, sample, _sample(loaded, module, 2 * size, device), size), size
     counts = [tensor.shape[0] for tensor in sample.tensors.values() if tensor.dim() > 0]
     found = counts[0] if counts else 1
+    if found < 1:
+        raise AutoparError(f"the inputs of {loaded.path.name} hold no sample", where=str(loaded.path), fix="give some")
     if not is_default and found != size:
         raise AutoparError(
             f"batch size {size} asked for, but the inputs in {loaded.path.name} have {found} samples",
@@ -162,6 +159,29 @@ def batch_of(
         )
     dims = {n: 0 if t.dim() > 0 and t.shape[0] == found else None for n, t in sample.tensors.items()}
     return sample, dims, found
+
+
+def _batch_dims(loaded: LoadedModel, sample: Sample, other: Sample, size: int) -> dict[str, int | None]:
+    """The dim of each input that grows with the batch: `sample` has `size` samples and `other` twice as many."""
+
+    def refusal(what: str) -> AutoparError:
+        return AutoparError(
+            f"example_inputs({size}) and example_inputs({2 * size}) {what}",
+            where=str(loaded.path),
+            fix="return that many samples, or take no batch_size where there is one batch only",
+        )
+
+    before = {name: tuple(tensor.shape) for name, tensor in sample.tensors.items()}
+    after = {name: tuple(tensor.shape) for name, tensor in other.tensors.items()}
+    if {name: len(shape) for name, shape in before.items()} != {name: len(shape) for name, shape in after.items()}:
+        raise refusal("give other inputs, not the same ones with more samples")
+    dims: dict[str, int | None] = {}
+    for name, shape in before.items():
+        pairs = enumerate(zip(shape, after[name], strict=True))
+        dims[name] = next((dim for dim, (one, two) in pairs if one and two == 2 * one and one % size == 0), None)
+    if dims and not any(dim is not None for dim in dims.values()):
+        raise refusal("give no input that many samples")
+    return dims
 
 
 def _sample(loaded: LoadedModel, module: nn.Module, size: int, device: str) -> Sample:

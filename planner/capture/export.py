@@ -294,7 +294,7 @@ def _refusal(error: Exception) -> UnsupportedModel:
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((_TORCH, _HERE)) and "site-packages" not in f.filename
+        if not f.filename.startswith((_TORCH, _HERE, "<")) and "site-packages" not in f.filename
     ]
     where = _line(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
     code = where.partition(": ")[2]
@@ -311,5 +311,5 @@ def _refusal(error: Exception) -> UnsupportedModel:
     return UnsupportedModel(
         f"torch.export cannot capture the model: {type(error).__name__}: {text[0] if text else ''}",
         where=where,
-        fix="rewrite this line with operations that torch.export supports",
+        fix="give inputs that the model takes, or rewrite this line with operations that torch.export supports",
     )

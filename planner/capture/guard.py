@@ -23,17 +23,20 @@ MAX_PARAMETERS = 50_000_000
 MAX_VALUE_BYTES = 1 << 30  # of all values of a forward together
 TIMEOUT_SECONDS = 120.0
 LOW_PRECISION = ("bfloat16", "float16")
+NOT_COMPARED = "the capture was not compared with an eager step"
+# How an answer of the child begins that is a refusal: the step raises, or the graph differs from it.
+RAISES, DIFFERS = "?", "!"
 
 
 def guard(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
     """Compare one eager step with the graph; a note where it was not done, None where they agree.
 
     Raises:
-        UnsupportedModel: they differ.
+        UnsupportedModel: they differ, or the step raises.
     """
     reason = too_large(graph)
     if reason:
-        return f"the capture was not compared with an eager step: {reason}"
+        return f"{NOT_COMPARED}: {reason}"
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(graph, loaded, seed, sender), daemon=True)
@@ -42,16 +45,22 @@ def guard(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | Non
     answer: str | None = None
     try:
         if not receiver.poll(TIMEOUT_SECONDS):
-            return "the capture was not compared with an eager step: it took too long"
+            return f"{NOT_COMPARED}: it took too long"
         answer = receiver.recv()
     except EOFError:
-        return "the capture was not compared with an eager step: the child process died"
+        return f"{NOT_COMPARED}: the child process died"
     finally:
         child.kill()
         child.join()
-    if answer and answer.startswith("!"):
+    if answer and answer.startswith(RAISES):
         raise UnsupportedModel(
-            f"the captured graph differs from one eager step of the model: {answer[1:]}",
+            f"one eager step of the model raised {answer.removeprefix(RAISES)}",
+            where=str(loaded.path),
+            fix="give inputs that the model can be trained on (example_inputs, or --input NAME=int64[B,6]<LIMIT)",
+        )
+    if answer and answer.startswith(DIFFERS):
+        raise UnsupportedModel(
+            f"the captured graph differs from one eager step of the model: {answer.removeprefix(DIFFERS)}",
             where=str(loaded.path),
             fix="look for state outside of the module, custom autograd functions or hooks in forward",
         )
@@ -75,11 +84,20 @@ def _child(graph: ModelGraph, loaded: LoadedModel, seed: int, sender: Connection
     try:
         sender.send(compare(graph, loaded, seed=seed))
     except Exception as error:
-        sender.send(f"the capture was not compared: one eager step raised {type(error).__name__}: {error}")
+        sender.send(f"{NOT_COMPARED}: {type(error).__name__}: {error}")
+
+
+def _raised(error: Exception) -> str:
+    """Kernels that the CPU lacks are a note; anything else would raise in training too."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    lacks = ("not implemented for", "out of memory", "allocate memory")
+    if isinstance(error, NotImplementedError | MemoryError) or any(words in text for words in lacks):
+        return f"{NOT_COMPARED}: one eager step raised {text}"
+    return f"{RAISES}{text}"
 
 
 def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
-    """Run both here. None if they agree; "!what" names the first difference."""
+    """Run both here. None if they agree; else a note, or a refusal that names the first difference."""
     module = loaded.build("cpu", seed=seed)
     sample = sample_inputs(loaded, module, graph.batch_size, seed=seed)
     tensors = {
@@ -87,16 +105,19 @@ def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | N
         for fqn, tensor in (*module.named_parameters(), *module.named_buffers())
     }
     torch.manual_seed(seed)
+    try:
+        loss = run_step(loaded, module, sample)
+        loss.backward()
+    except Exception as error:
+        return _raised(error)
+    torch.manual_seed(seed)
     ours = evaluate(graph, tensors, sample.tensors)
     trained = {f: t for f, t in tensors.items() if t.requires_grad}
     gradients = torch.autograd.grad(ours.loss, list(trained.values()), allow_unused=True)
-    torch.manual_seed(seed)
-    loss = run_step(loaded, module, sample)
-    loss.backward()
     low = any(out.dtype in LOW_PRECISION for t in graph.templates for node in t.nodes for out in node.outputs)
     tolerance = 5e-2 if low else 1e-3
     if (loss - ours.loss).abs() > tolerance * (loss.abs() + 1e-3) or loss.isnan() != ours.loss.isnan():
-        return f"!loss {ours.loss.item():.6g} instead of {loss.item():.6g}"
+        return f"{DIFFERS}loss {ours.loss.item():.6g} instead of {loss.item():.6g}"
     wanted = {fqn: parameter.grad for fqn, parameter in module.named_parameters() if parameter.requires_grad}
     got = dict(zip(trained, gradients, strict=True))
     return _difference(got, wanted, tolerance) or _buffers(ours.buffers, dict(module.named_buffers()), tolerance)
@@ -112,7 +133,7 @@ def _difference(got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | 
         other = torch.zeros(()) if want is None else want
         if not float((one - other).norm()) <= tolerance * (float(other.norm()) + 1e-3 * whole) + 1e-12:
             missing = " (no gradient arrives there)" if have is None else ""
-            return f"!gradient of {fqn}{missing}"
+            return f"{DIFFERS}gradient of {fqn}{missing}"
     return None
 
 
@@ -120,5 +141,5 @@ def _buffers(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance:
     for fqn, have in got.items():
         want = wanted[fqn].to(torch.float64)
         if not torch.allclose(have.to(torch.float64), want, rtol=tolerance, atol=1e-6, equal_nan=True):
-            return f"!buffer {fqn}"
+            return f"{DIFFERS}buffer {fqn}"
     return None

@@ -40,9 +40,25 @@ class InputSpec:
     shape: tuple[int | None, ...]
     limit: int | None = None
 
-    def tensor(self, batch_size: int, generator: torch.Generator) -> Tensor:
+    def tensor(self, batch_size: int, generator: torch.Generator, *, device: str = "cpu") -> Tensor:
+        """Values of the input; those on meta take no memory.
+
+        Raises:
+            AutoparError: it does not fit in this machine's memory.
+        """
         shape = [batch_size if size is None else size for size in self.shape]
         dtype = getattr(torch, self.dtype)
+        try:
+            if device == "meta":
+                return torch.empty(shape, dtype=dtype, device="meta")
+            return self._drawn(shape, dtype, generator).to(device)
+        except RuntimeError as error:
+            raise AutoparError(
+                f"cannot make the input {self.name} of shape {shape}: {str(error).splitlines()[0]}",
+                fix=f"give --input {self.name} smaller sizes",
+            ) from error
+
+    def _drawn(self, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
         return torch.randint(self.limit or 2, shape, generator=generator, device="cpu").to(dtype)
@@ -68,6 +84,8 @@ def parse_input(name: str, text: str) -> InputSpec:
     if not all(size == "B" or size.isdigit() for size in sizes):
         raise AutoparError(f"--input {name}={text}: sizes are numbers or B", fix=fix)
     limit = int(match["limit"]) if match["limit"] else None
+    if limit == 0:
+        raise AutoparError(f"--input {name}={text}: no value lies below 0", fix=fix)
     shape = tuple(None if size == "B" else int(size) for size in sizes)
     return InputSpec(name=name, dtype=dtype, shape=shape, limit=limit)
 
@@ -125,7 +143,7 @@ class LoadedModel:
         """
         if self.input_specs:
             generator = torch.Generator().manual_seed(seed)
-            tensors = {spec.name: spec.tensor(batch_size, generator).to(device) for spec in self.input_specs}
+            tensors = {s.name: s.tensor(batch_size, generator, device=device) for s in self.input_specs}
             return (), dict(tensors)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -173,7 +191,10 @@ def load_model_file(
     target = getattr(module, found)
     if not (isinstance(target, nn.Module) or callable(target)):
         raise AutoparError(f"{found} in {file.name} is neither a function nor a module", where=str(file))
-    example_inputs = getattr(module, "example_inputs", None)
+    example_inputs, example_kwargs, loss = (
+        _function(module, file, key) for key in ("example_inputs", "example_kwargs", "loss")
+    )
+    specs = tuple(parse_input(key, value) for key, value in (inputs or {}).items())
     batch = _batch_parameter(example_inputs) if example_inputs is not None else None
     default = DEFAULT_BATCH_SIZE
     if example_inputs is not None and batch is not None:
@@ -183,13 +204,23 @@ def load_model_file(
         path=file,
         name=found,
         arguments=_converted(target, example_inputs, arguments, file, found),
-        input_specs=tuple(parse_input(key, value) for key, value in (inputs or {}).items()),
-        loss=getattr(module, "loss", None),
-        takes_batch_size=batch is not None or bool(inputs),
+        input_specs=specs,
+        loss=loss,
+        takes_batch_size=any(None in spec.shape for spec in specs) if specs else batch is not None,
         default_batch_size=default,
         target=target,
         example_inputs=example_inputs,
-        example_kwargs=getattr(module, "example_kwargs", None),
+        example_kwargs=example_kwargs,
+    )
+
+
+def _function(module: types.ModuleType, file: Path, name: str) -> Callable[..., object] | None:
+    """A function that the file may define, None if it does not."""
+    found = getattr(module, name, None)
+    if found is None or callable(found):
+        return found
+    raise AutoparError(
+        f"{name} in {file.name} is {type(found).__name__}, not a function", where=str(file), fix=f"rename {name}"
     )
 
 
@@ -205,7 +236,7 @@ def _import(file: Path) -> types.ModuleType:
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _users_fault(error, f"importing {file.name}", file) from error
     return module
@@ -369,12 +400,13 @@ def _call(function: object, doing: str, file: Path, **kwargs: object) -> object:
         return function(**kwargs)
     except AutoparError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _users_fault(error, doing, file) from error
 
 
-def _users_fault(error: Exception, doing: str, file: Path) -> AutoparError:
+def _users_fault(error: BaseException, doing: str, file: Path) -> AutoparError:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()]
     frames = frames or [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(file.name)]
     where = f"{file.name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else str(file)
-    return UnsupportedModel(f"{doing} raised {type(error).__name__}: {error}", where=where)
+    text = f": {error}" if str(error) else ""
+    return UnsupportedModel(f"{doing} raised {type(error).__name__}{text}", where=where)

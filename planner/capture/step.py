@@ -130,7 +130,7 @@ def sample_inputs(
 ) -> Sample:
     """The step's inputs by name, each its own tensor (a tensor given twice is copied)."""
     inputs = loaded.inputs(batch_size, device=device, seed=seed)
-    _check_names(loaded, module, inputs[1])
+    _check_inputs(loaded, module, inputs)
     layout = input_layout(module, loaded.loss, inputs)
     seen: set[int] = set()
     tensors: list[Tensor] = []
@@ -141,22 +141,36 @@ def sample_inputs(
     return Sample(layout=layout, tensors=dict(zip(layout.names, tensors, strict=True)))
 
 
-def _check_names(loaded: LoadedModel, module: nn.Module, keywords: Mapping[str, object]) -> None:
-    """Refuse `--input` names that neither forward nor the file's loss takes, before the capture trips over them."""
-    if not loaded.input_specs:
-        return
-    parameters = dict(inspect.signature(module.forward).parameters)
+def _check_inputs(loaded: LoadedModel, module: nn.Module, inputs: Inputs) -> None:
+    """Refuse inputs that forward and the file's loss do not take or still lack, before the capture trips over them."""
+    args, kwargs = inputs
+    forward = inspect.signature(module.forward)
+    parameters = dict(forward.parameters)
     if loaded.loss is not None:
         parameters |= inspect.signature(loaded.loss).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    unknown = [name for name in keywords if name not in parameters]
+    where, source = str(loaded.path), "--input" if loaded.input_specs else "example_inputs"
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [name for name in kwargs if name not in parameters and not takes_any]
     if unknown:
         raise AutoparError(
-            f"forward has no argument {unknown[0]!r} (--input)",
-            where=str(loaded.path),
-            fix=f"it takes: {', '.join(parameters)}",
+            f"forward has no argument {unknown[0]!r} ({source})", where=where, fix=f"it takes: {', '.join(parameters)}"
         )
+    taken = _num_positional(module.forward, args)
+    used = taken if loaded.loss is None else max(taken, _num_positional(loaded.loss, (None, *args)) - 1)
+    if used < len(args):
+        raise AutoparError(
+            f"{source} gives {len(args)} inputs, but only {used} are used",
+            where=where,
+            fix=f"forward takes: {', '.join(forward.parameters) or 'nothing'}; loss(output, *inputs) can take more",
+        )
+    try:
+        forward.bind(*args[:taken], **_accepted(module.forward, kwargs))
+    except TypeError as error:
+        raise AutoparError(
+            f"the inputs do not fit forward: {error}",
+            where=where,
+            fix=f"give what it takes ({', '.join(forward.parameters)}) in {source}",
+        ) from error
 
 
 def run_step(loaded: LoadedModel, module: nn.Module, sample: Sample) -> Tensor:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from autopar.cost_models.errors import AutoparError
+from autopar.planner.capture import capture_model
 from autopar.planner.capture.model_file import load_model_file, parse_input
+from autopar.planner.errors import UnsupportedModel
 from compare import SAMPLES, capture
 
 BUILD = (
@@ -116,3 +118,51 @@ def test_input_specification_bounds_the_values():
 def test_large_models_are_never_built_for_real():
     graph = capture(SAMPLES / "matrix_factorization.py", arguments={"num_users": 10**8}, batch_size=64)
     assert graph.tensors["users.weight"].type.shape == (10**8, 32)
+
+
+NET = (
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.e = nn.Embedding(20, 4)\n"
+    "    def forward(self, ids):\n        return self.e(ids).square().mean()\n"
+)
+IDS = "torch.randint(20, (batch_size, 6))"
+EXAMPLE = "def example_inputs(batch_size=8):\n    return "
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "what"),
+    [
+        ("import sys\nsys.exit(0)\n", {}, "importing model.py raised SystemExit: 0"),
+        ("def build():\n    raise SystemExit\n" + EXAMPLE + IDS, {}, "building build raised SystemExit"),
+        (NET + "example_inputs = 5\n", {}, "example_inputs in model.py is int, not a function"),
+        (NET + EXAMPLE + f"({IDS},)\nloss = 'mse'\n", {}, "loss in model.py is str, not a function"),
+        (NET + EXAMPLE + f"({IDS}, {IDS})\n", {}, "example_inputs gives 2 inputs, but only 1 are used"),
+        (NET + EXAMPLE + "{'idz': torch.zeros(batch_size)}\n", {}, "no argument 'idz' (example_inputs)"),
+        (NET + EXAMPLE + "()\n", {}, "the inputs do not fit forward: missing a required argument: 'ids'"),
+        (
+            NET + EXAMPLE + "(torch.randint(20, (5, 6)),)\n",
+            {},
+            "example_inputs(8) and example_inputs(16) give no input",
+        ),
+        (NET + EXAMPLE + "(torch.zeros([2] * batch_size),)\n", {}, "give other inputs"),
+        (NET + EXAMPLE + "(torch.zeros(batch_size + 1),)\n", {}, "give no input that many samples"),
+        (NET, {"inputs": {"ids": "int64[B,6]<0"}}, "no value lies below 0"),
+        (NET, {"inputs": {"ids": "int64[4,6]"}, "batch_size": 8}, "batch size 8 asked for"),
+        (
+            "model = Net()\n".join((NET, "")),
+            {"inputs": {"ids": "int64[B,99999999999999]"}},
+            "cannot make the input ids of shape [8, 99999999999999]",
+        ),
+    ],
+)
+def test_inputs_that_do_not_fit(model_file, text, options, what):
+    with pytest.raises(AutoparError) as caught:
+        capture(model_file(text), **options)
+    assert what in caught.value.what
+    assert caught.value.fix or caught.value.where
+
+
+def test_a_step_that_raises_is_refused(model_file):
+    path = model_file(NET)
+    assert capture_model(path, inputs={"ids": "int64[B,6]<20"}).graph.notes == ()
+    with pytest.raises(UnsupportedModel, match="one eager step of the model raised IndexError"):
+        capture_model(path, inputs={"ids": "int64[B,6]<2000"})
