@@ -212,7 +212,7 @@ def _stage(program: ModelProgram, stages: Sequence[tuple[int, int]], index: int)
         received=crossing(graph, first) if index else (),
         sent=crossing(graph, last) if index + 1 < len(stages) else (),
         prelude=tuple(sorted(prelude, key=lambda value: value.output)),
-        runs=_runs(graph, edges),
+        runs=_runs(program, edges),
         tensors=_tensors(program, first, last, prelude, is_first=index == 0),
     )
 
@@ -245,8 +245,9 @@ def _edge(program: ModelProgram, unit: int, position: int) -> Edge:
     return Edge(value=value, layout=layout, changes=changes, prepared=prepared or (), batch=batch)
 
 
-def _runs(graph: ModelGraph, edges: Mapping[int, tuple[Edge, ...]]) -> tuple[Run, ...]:
+def _runs(program: ModelProgram, edges: Mapping[int, tuple[Edge, ...]]) -> tuple[Run, ...]:
     """Greedy: a run grows while the next unit has the same template and is fed the same way."""
+    graph = program.graph
     readers: dict[Value, set[int]] = {}
     for index, unit in enumerate(graph.units):
         for value in unit.inputs:
@@ -260,7 +261,24 @@ def _runs(graph: ModelGraph, edges: Mapping[int, tuple[Edge, ...]]) -> tuple[Run
                 runs[-1] = grown
                 continue
         runs.append(Run(template=template, units=(unit,), edges=found))
-    return tuple(runs)
+    return tuple(_as_loop(program, run, readers) for run in runs)
+
+
+def _as_loop(program: ModelProgram, run: Run, readers: Mapping[Value, set[int]]) -> Run:
+    """A block alone on its stage, with what a loop over it and its neighbour on the next or last stage would carry."""
+    graph, (unit, *more) = program.graph, run.units
+    if more or not graph.templates[run.template].is_module:
+        return run
+    for first, second in ((unit, unit + 1), (unit - 1, unit)):
+        if (
+            first > PRELUDE
+            and second < len(graph.units)
+            and graph.units[first].template == graph.units[second].template
+        ):
+            alone = Run(template=run.template, units=(first,), edges=_edges(program, first))
+            if (pair := _grow(graph, alone, second, _edges(program, second), readers)) is not None:
+                return replace(run, later=pair.later, carried=pair.carried)
+    return run
 
 
 def _grow(

@@ -11,7 +11,7 @@ from ..planner.driver import program_of
 from ..planner.errors import AutoparError
 from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json
-from .exporters.pytorch import Options, Provenance, render_files
+from .exporters.pytorch import Provenance, options_of, render_files
 from .launchers.torchrun import render_training
 from .lower import lower
 
@@ -25,7 +25,7 @@ def render_package(plan: Plan, graph: ModelGraph) -> dict[str, str]:
         AutoparError: the plan does not fit the model, or holds something that cannot be written.
     """
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
-    options = Options(zero=plan.zero, activation_checkpoint=plan.activation_checkpoint, schedule=plan.schedule)
+    options = options_of(plan)
     source = f"{Path(plan.model.path).name}:{plan.model.name}"
     provenance = Provenance(version=plan.autopar_version, source=source, plan=plan.fingerprint[:12])
     return {

@@ -1,20 +1,16 @@
-"""Text only: expressions with precedence, statements with names and liveness, quoting, indentation, line breaking.
+"""Functions as text: expressions with precedence, statements with names and liveness.
 
-Knows Python's syntax and the layout of `ruff format`, nothing of tensors. A body is a list of statements over keys; it
-decides which results are written inside their only reader and which get a variable, and reuses names of dead variables.
+Knows Python's syntax, nothing of tensors. A body is a list of statements over keys; it decides which results are
+written inside their only reader and which get a variable, and reuses names of dead variables.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import keyword
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LINE_WIDTH = 120
-INDENT = "    "
+from .text import INDENT, layout
+
 INLINE_WIDTH = 60  # an expression longer than this is not written inside another
 INLINE_OPERATIONS = 3
 
@@ -42,7 +38,6 @@ class Statement:
     """`results` = render(operands). `render` gets one Expr per operand.
 
     `names`: what to call the results, best first name each. `inline`: may be written inside its only reader.
-    `group`: results are written inside readers of the same group only; `heading`: a comment above its first statement.
     """
 
     results: tuple[Key, ...]
@@ -51,8 +46,6 @@ class Statement:
     names: tuple[str, ...]
     comment: str = ""
     inline: bool = False
-    group: Hashable = None
-    heading: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,66 +62,10 @@ class Loop:
     back: tuple[int | None, ...]  # per start: the result that replaces it for the next turn, None if it never changes
     header: str
     steps: tuple[Statement, ...]
-    heading: str = ""
 
     @property
     def operands(self) -> tuple[Key, ...]:
         return self.starts
-
-
-def quote(text: str) -> str:
-    """A double-quoted Python string, ASCII only."""
-    return json.dumps(text, ensure_ascii=True)
-
-
-def comment(text: str) -> str:
-    """Text that is safe behind `#`: one line, printable ASCII."""
-    return re.sub(r"[^\x20-\x7e]", "?", text)
-
-
-def identifier(text: str, default: str = "value") -> str:
-    """A valid variable name close to `text`."""
-    name = re.sub(r"\W", "_", text, flags=re.ASCII).strip("_")
-    if not name or name[0].isdigit():
-        name = f"{default}_{name}".rstrip("_")
-    return f"{name}_" if keyword.iskeyword(name) else name
-
-
-def literal(value: object) -> str:
-    """Python source of a literal: numbers, strings, None, tuples and lists of these."""
-    if isinstance(value, str):
-        return quote(value)
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return f'float("{value}")'
-    if isinstance(value, (tuple, list)):
-        inner = ", ".join(literal(item) for item in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
-    if value is None or isinstance(value, (bool, int, float, complex)):
-        return repr(value)
-    raise TypeError(f"no literal: {value!r}")
-
-
-def assigned_names(code: str) -> tuple[str, ...]:
-    """The variables that a line of the user's code assigns: `q, k, v = f(x)` gives ("q", "k", "v"), else nothing."""
-    try:
-        body = ast.parse(code.strip()).body
-    except SyntaxError:
-        return ()
-    if len(body) != 1:
-        return ()
-    statement = body[0]
-    if isinstance(statement, ast.AugAssign):
-        targets: list[ast.expr] = [statement.target]
-    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        targets = list(target.elts) if isinstance(target, ast.Tuple) else [target]
-    else:
-        return ()
-    return (
-        tuple(target.id for target in targets if isinstance(target, ast.Name))
-        if all(isinstance(target, ast.Name) for target in targets)
-        else ()
-    )
 
 
 class Body:
@@ -174,18 +111,10 @@ class _Writer:
         inlined = _inlined(steps, {**self._exprs, **{key: Expr(name) for key, name in self._names.items()}})
         dies = _last_reads(steps, inlined)
         lines: list[str] = []
-        headings: set[str] = set()
         for position, step in enumerate(steps):
             if isinstance(step, Statement) and step.results and step.results[0] in inlined:
                 self._exprs[step.results[0]] = step.render([self._expr(key) for key in step.operands])
-                if step.heading and step.heading not in headings:
-                    headings.add(step.heading)
-                    lines.append(f"{indent}# {step.heading}")
-                continue
-            if step.heading and step.heading not in headings:
-                headings.add(step.heading)
-                lines.append(f"{indent}# {step.heading}")
-            if isinstance(step, Loop):
+            elif isinstance(step, Loop):
                 lines.extend(self._loop(step, position, dies, indent))
             else:
                 lines.extend(self._statement(step, position, dies, indent))
@@ -289,7 +218,6 @@ def _inlined(steps: Sequence[Statement | Loop], known: Mapping[Key, Expr]) -> se
             and len(step.results) == 1
             and len(reading) == 1
             and isinstance(reading[0], Statement)
-            and (reading[0].group == step.group or not reading[0].results)
             and expr.weight <= INLINE_OPERATIONS
             and len(expr.text) <= (INLINE_WIDTH if reading[0].results else 2 * INLINE_WIDTH - 20)
         ):
@@ -321,84 +249,3 @@ def _unused(name: str, taken: Iterable[str]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
-
-
-def layout(code: str, indent: str, note: str = "") -> list[str]:
-    """Lines of one statement as `ruff format` lays them out; the note stands above where it does not fit behind."""
-    note = comment(note)
-    if len(indent) + len(code) <= LINE_WIDTH:
-        behind = f"{indent}{code}  # {note}"
-        if note and len(behind) > LINE_WIDTH:
-            return [f"{indent}# {note}", f"{indent}{code}"]
-        return [behind if note else f"{indent}{code}"]
-    lines = [f"{indent}# {note}"] if note else []
-    return [*lines, *_broken(code, indent)]
-
-
-def _broken(code: str, indent: str) -> list[str]:
-    """Break at the last bracket pair of the statement: arguments on one line if they fit, else one item a line."""
-    opening, closing = _outer_brackets(code)
-    if opening < 0:
-        return [f"{indent}{code}"]
-    head, inner, tail = code[: opening + 1], code[opening + 1 : closing], code[closing:]
-    deeper = indent + INDENT
-    is_call = opening > 0 and (code[opening - 1].isalnum() or code[opening - 1] in "_])")
-    if is_call and len(deeper) + len(inner) <= LINE_WIDTH and not inner.endswith(","):
-        return [f"{indent}{head}", f"{deeper}{inner}", f"{indent}{tail}"]
-    parts = _split_commas(inner)
-    if len(parts) == 1 and " for " in inner and not is_call:  # a comprehension
-        return [f"{indent}{head}", *_comprehension(inner, deeper), f"{indent}{tail}"]
-    lines = [f"{indent}{head}"]
-    for part in parts:
-        lines.extend(_element(part, deeper))
-    return [*lines, f"{indent}{tail}"]
-
-
-def _comprehension(inner: str, indent: str) -> list[str]:
-    if len(indent) + len(inner) <= LINE_WIDTH:
-        return [f"{indent}{inner}"]
-    item, _, rest = inner.rpartition(" for ")
-    return [f"{indent}{item}", f"{indent}for {rest}"]
-
-
-def _element(part: str, indent: str) -> list[str]:
-    if len(indent) + len(part) + 1 <= LINE_WIDTH or part.startswith("**"):
-        return [f"{indent}{part},"]
-    broken = _broken(part, indent)
-    return [*broken[:-1], f"{broken[-1]},"]
-
-
-def _outer_brackets(code: str) -> tuple[int, int]:
-    """The last bracket pair at the outermost level."""
-    depth, opening, found = 0, -1, (-1, -1)
-    quoted = False
-    for position, char in enumerate(code):
-        if char == '"' and (position == 0 or code[position - 1] != "\\"):
-            quoted = not quoted
-        if quoted:
-            continue
-        if char in "([{":
-            if depth == 0:
-                opening = position
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if depth == 0 and position > opening + 1:
-                found = opening, position
-    return found
-
-
-def _split_commas(inner: str) -> list[str]:
-    parts, depth, start, quoted = [], 0, 0, False
-    for position, char in enumerate(inner):
-        if char == '"' and (position == 0 or inner[position - 1] != "\\"):
-            quoted = not quoted
-        if quoted:
-            continue
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append(inner[start:position].strip())
-            start = position + 1
-    if inner[start:].strip():
-        parts.append(inner[start:].strip())
-    return parts

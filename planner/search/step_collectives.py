@@ -26,7 +26,7 @@ from math import prod
 
 from ..capture.graph import ITEM_BYTES, Kind, TensorType, Value
 from ..plan import CollectivePlan
-from ..sharding.placement import REPLICATED, SUMMED_GRADIENT, Pair, local_type
+from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
 from ..sharding.rules.registry import saved_of
@@ -283,10 +283,22 @@ def _once_a_step(
     for parameter in trainable:
         if parameter.fqn in elsewhere:
             yield TIED, "all_reduce", shard_bytes(parameter, shards, dp_rank), "tied", 1
+    for axis in loss_axes(program):
+        yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
-        loss = ITEM_BYTES[graph.type_of(graph.loss).dtype]
-        yield WORLD, "all_reduce", loss, "loss", 1
         yield WORLD, "all_reduce", ITEM_BYTES["float32"], "clip", 1
+
+
+def loss_axes(program: ModelProgram) -> tuple[str, ...]:
+    """The axes over which the ranks add up their parts of the loss, one after the other; "world" for all at once.
+
+    Over pp it goes from the last stage to the others, which have zero.
+    """
+    graph, sizes = program.graph, program.mesh.sizes
+    layout = program.templates[graph.units[graph.loss.unit].template].outputs[graph.loss.output].layout
+    axes = [axis for axis in ("dp", "tp") if sizes[axis] > 1 and layout.get(axis) == PARTIAL]
+    axes += ["pp"] if sizes["pp"] > 1 else []
+    return (WORLD,) if len(axes) > 1 and len(axes) == sum(size > 1 for size in sizes.values()) else tuple(axes)
 
 
 def _fsdp(
@@ -316,6 +328,6 @@ def _bucket(
 
 
 __all__ = [
-    "HeldParameter", "expected_collectives", "held_parameters", "held_shape", "padded_bytes",
+    "HeldParameter", "expected_collectives", "held_parameters", "held_shape", "loss_axes", "padded_bytes",
     "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
 ]  # fmt: skip

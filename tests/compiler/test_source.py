@@ -5,13 +5,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from autopar.compiler.source import (
-    ADD,
-    MULTIPLY,
-    Body,
-    Expr,
-    Loop,
-    Statement,
+from autopar.compiler.source import ADD, MULTIPLY, Body, Expr, Loop, Statement
+from autopar.compiler.text import (
     assigned_names,
     comment,
     identifier,

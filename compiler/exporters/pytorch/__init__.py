@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...lower import LoweredModel
-from .classes import Options
 from .model import Provenance, render_model
+from .options import Options, options_of
 from .runtime_source import render_collectives, runtime
 
 
@@ -17,4 +17,4 @@ def render_files(model: LoweredModel, options: Options, provenance: Provenance) 
     return files
 
 
-__all__ = ["Options", "Provenance", "render_files"]
+__all__ = ["Options", "Provenance", "options_of", "render_files"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ....planner.capture.graph import Kind, Ref, TensorType
+from ....planner.capture.graph import Ref, TensorType
 from ....planner.errors import AutoparError
 from ....planner.sharding.mesh import MICROBATCH, Axis
 from ....planner.sharding.placement import Layout, Pair, local_groups
 from ....planner.sharding.program import Compute, Convert, TemplateProgram, Var
 from ....planner.sharding.redistribute import Change
 from ....planner.sharding.rules import Call, Operand, SeedRef
-from ...source import Expr, Key, Statement, quote
+from ...source import Expr, Key, Statement
+from ...text import quote
 from .naming import value_names
 from .operations import Context, render
 
@@ -28,8 +29,7 @@ class Scope:
     batch_size: int
     key: Callable[[Var], Key]
     operation_number: str = ""  # source of the number that tells the unit's random operations from other units'
-    group: int = 0
-    heading: str = ""
+    what: str = ""  # FQN of the unit, for messages
 
 
 def statements(program: TemplateProgram, scope: Scope, *, wanted: Iterable[Var] | None = None) -> list[Statement]:
@@ -123,7 +123,7 @@ def conversion_statement(
     """One conversion on one axis; `before` is the whole layout of the source."""
     if change.axis == MICROBATCH:
         raise AutoparError(
-            f"a conversion on the microbatch axis inside {scope.heading or 'a block'}", fix="use one microbatch"
+            f"a conversion on the microbatch axis inside {scope.what or 'a block'}", fix="use one microbatch"
         )
     arguments = conversion_arguments(change, before, scope.axes, scope.handles[change.axis])
 
@@ -132,7 +132,6 @@ def conversion_statement(
 
     return Statement(
         results=(target,), operands=(source,), render=write, names=(name,), comment=pairs_comment(change),
-        group=scope.group, heading=scope.heading,
     )  # fmt: skip
 
 
@@ -148,11 +147,11 @@ def conversion_arguments(change: Change, before: Layout, axes: Sequence[Axis], h
 
 def pairs_comment(change: Change) -> str:
     """`S(1) -> R / reduce_scatter`: the placement before and after, and what happens to the gradient."""
-    forward = f"{_forward(change.source)} -> {_forward(change.target)}"
+    forward = f"{forward_pair(change.source)} -> {forward_pair(change.target)}"
     return f"{forward} / {change.conversion.backward or 'nothing'}" if change.before.requires_grad else forward
 
 
-def _forward(pair: Pair) -> str:
+def forward_pair(pair: Pair) -> str:
     return str(pair) if pair.is_split else pair.kind[0]
 
 
@@ -168,8 +167,6 @@ def _operation(step: Compute, scope: Scope, names: Mapping[Ref, str], number: in
         render=lambda operands: render(step.call, operands, context),
         names=tuple(names[result.ref] for result in step.results),
         inline=not step.call.kwargs or step.call.target.startswith("aten."),
-        group=scope.group,
-        heading=scope.heading,
     )
 
 
@@ -248,7 +245,3 @@ def _with_bias(add: Compute, parts: Sequence[Convert | Compute]) -> Compute:
     args = (*product.call.args[:2], Operand(len(product.operands)), *product.call.args[3:])
     call = Call(target=product.call.target, args=args, kwargs=product.call.kwargs)
     return replace(add, call=call, operands=(*product.operands, bias))
-
-
-def is_parameter(program: TemplateProgram, var: Var) -> bool:
-    return program.template.by_name[var.ref.node].kind is Kind.PARAMETER

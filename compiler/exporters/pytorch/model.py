@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
+from ....planner.search.step_collectives import loss_axes
 from ...lower import LoweredModel, local_output
-from ...source import comment, layout, literal, quote
-from . import functions
-from .classes import Options, Writer
+from ...text import comment, layout, literal, quote
+from . import module_functions, step_functions
+from .blocks import block_class
+from .modules import Modules
+from .options import Options
+from .stages import has_groups, stage_classes
+from .tensors import DEFAULT_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +36,30 @@ def render_model(
 
     `runtime_names`: every function that may be imported from collectives.py.
     """
-    writer = Writer(model, options, runtime_names)
-    classes = "\n\n\n".join(_classes(writer))
-    body = "\n\n\n".join([classes, *_functions(writer)])
+    modules = Modules(model, options, runtime_names)
+    classes, stage_names = stage_classes(modules)
+    body = "\n\n\n".join([*_classes(modules, classes), *_functions(modules, stage_names, classes)])
     used = _names(body)
     calls = frozenset(used & runtime_names)
-    header = [*_docstring(writer, provenance), "", *_imports(used, options, model), *_runtime_import(calls)]
-    return "\n".join(header) + "\n" + "\n".join(_constants(writer)) + "\n\n\n" + body + "\n", calls
+    header = [*_docstring(modules, provenance), "", *_imports(used), *_runtime_import(calls)]
+    return "\n".join(header) + "\n" + "\n".join(_constants(modules)) + "\n\n\n" + body + "\n", calls
 
 
-def _docstring(writer: Writer, provenance: Provenance) -> list[str]:
-    mesh = writer.mesh
+def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
+    mesh, options = modules.mesh, modules.options
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1) or "one rank"
     policy = [f"{mesh.microbatches} microbatches"] if mesh.microbatches > 1 else []
-    policy += [writer.options.schedule] if mesh.pp > 1 else []
-    policy += [f"ZeRO-{writer.options.zero}"] if mesh.dp > 1 else []
-    policy += [f"activation checkpointing {writer.options.activation_checkpoint}"] * (
-        writer.options.activation_checkpoint != "none"
-    )
-    title = f"{writer.graph.name} on {mesh.world_size} ranks: {', '.join((sizes, *policy))}."
+    policy += [options.schedule] if mesh.pp > 1 else []
+    policy += [f"ZeRO-{options.zero}"] if mesh.dp > 1 else []
+    checkpointing = options.activation_checkpoint
+    policy += [f"activation checkpointing {checkpointing}"] if checkpointing != "none" else []
+    title = f"{modules.graph.name} on {mesh.world_size} ranks: {', '.join((sizes, *policy))}."
     lines = [
         f'"""{_text(title)}',
         "",
         f"Written by autopar {_text(provenance.version)} from {_text(provenance.source)}.",
         f"Plan {_text(provenance.plan)}. It needs PyTorch only; edit freely.",
+        *_predicted(options),
         "",
         "Forward passes run on local tensors. A comment such as `S(1) -> R / reduce_scatter` stands where a value",
         "changes its placement on a mesh axis, and says what happens to its gradient: S(i) is split on dim i, R is",
@@ -60,6 +67,14 @@ def _docstring(writer: Writer, provenance: Provenance) -> list[str]:
         '"""',
     ]
     return ["# SPDX-License-Identifier: Apache-2.0", *lines]
+
+
+def _predicted(options: Options) -> Iterator[str]:
+    """What the plan says that a step takes, and where."""
+    parts = {name: seconds for name, seconds in options.step_seconds.items() if seconds > 0}
+    if parts:
+        inside = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())
+        yield f"Predicted step: {format_seconds(sum(parts.values()))} ({inside})."
 
 
 def _text(value: str) -> str:
@@ -71,16 +86,20 @@ def _names(body: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
 
 
-def _imports(used: set[str], options: Options, model: LoweredModel) -> Iterator[str]:
+def _imports(used: set[str]) -> Iterator[str]:
     tensor = [name for name in ("DTensor", "Replicate", "Shard", "distribute_tensor") if name in used]
     mesh = [name for name in ("DeviceMesh", "init_device_mesh") if name in used]
     fsdp = [name for name in ("FSDPModule", "fully_shard") if name in used]
     schedules = [name for name in ("Schedule1F1B", "ScheduleGPipe") if name in used]
-    context = [name for name in ("contextmanager", "nullcontext") if name in used]
-    if context:
-        yield "from collections.abc import Iterator"
-        yield f"from contextlib import {', '.join(context)}"
-        yield ""
+    standard = [
+        f"from {module} import {', '.join(found)}"
+        for module, names in (
+            ("collections.abc", ("Iterable", "Iterator")),
+            ("contextlib", ("contextmanager", "nullcontext")),
+        )
+        if (found := [name for name in names if name in used])
+    ]
+    yield from [*standard, ""] if standard else []
     for name, line in (
         ("torch", "import torch"),
         ("dist", "import torch.distributed as dist"),
@@ -111,114 +130,120 @@ def layout_import(names: Sequence[str]) -> list[str]:
     return ["from collectives import (", *(f"    {name}," for name in names), ")"]
 
 
-def _constants(writer: Writer) -> Iterator[str]:
-    mesh = writer.mesh
+def _constants(modules: Modules) -> Iterator[str]:
+    mesh, options = modules.mesh, modules.options
     yield f"PP, DP, TP = {mesh.pp}, {mesh.dp}, {mesh.tp}"
-    yield f"MICROBATCHES = {mesh.microbatches}"
-    if mesh.dp > 1:
-        yield f"ZERO = {writer.options.zero}"
-    if mesh.pp > 1 and writer.model.ties:
-        inner = ", ".join(f"{quote(fqn)}: {literal(stages)}" for fqn, stages in writer.model.ties)
+    if mesh.microbatches > 1 or modules.is_pipeline:
+        yield f"MICROBATCHES = {mesh.microbatches}"
+    if modules.layers:
+        ranges = ", ".join(
+            f"range({last})" if first == 0 else f"range({first}, {last})" for first, last in modules.layers.ranges
+        )
+        seconds = [format_seconds(value) for value in options.stage_seconds]
+        note = f"of {modules.layers.parent}" + (f"; predicted {', '.join(seconds)} per microbatch" if seconds else "")
+        yield from layout(f"STAGE_LAYERS = ({ranges})", "", note)
+    if modules.has_ties:
+        inner = ", ".join(f"{quote(fqn)}: {literal(stages)}" for fqn, stages in modules.model.ties)
         yield "# Parameters that several stages hold, and which; their gradients are added up over these stages."
         yield from layout(f"TIED = {{{inner}}}", "")
 
 
-def _classes(writer: Writer) -> Iterator[str]:
-    if any(True for stage in writer.model.stages for _ in stage.tensors):
-        yield functions.parameter(tp=writer.mesh.tp > 1)
-    if writer.mesh.tp > 1:
-        yield functions.LOCAL
-    stages = [writer.stage_class(stage) for stage in writer.model.stages]
+def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
+    held = [tensor for stage in modules.model.stages for tensor in stage.tensors]
+    if any(not tensor.is_buffer for tensor in held):
+        made = [t for t in held if not t.is_buffer or t.shard_dim is not None]
+        dtype = any(t.type.dtype != DEFAULT_DTYPE for t in made)
+        frozen = any(not t.type.requires_grad for t in made)
+        yield module_functions.parameter(tp=modules.mesh.tp > 1, dtype=dtype, frozen=frozen)
+        if modules.mesh.tp > 1:
+            yield module_functions.local(partial="tp" in modules.reduced_axes)
     blocks: list[str] = []
-    for template in writer.blocks:
-        stage = next(
-            (s for s in writer.model.stages if any(run.template == template for run in s.runs)), writer.model.stages[0]
-        )
-        blocks.append(writer.block_class(template, {tensor.fqn: tensor for tensor in stage.tensors}))
-    texts = (*blocks, *stages)
+    for template in modules.blocks:
+        stage = next(s for s in modules.model.stages if any(run.template == template for run in s.runs))
+        blocks.append(block_class(modules, template, {tensor.fqn: tensor for tensor in stage.tensors}))
+    texts = (*blocks, *stages.values())
     if any("Weights(" in text or "(Weights)" in text for text in texts):
         by_name = any("(Weights)" in text or "**{" in text for text in texts)
-        yield functions.weights(by_name=by_name)
-    yield from blocks
-    yield from stages
-    if any("recomputed(" in text for text in stages):
-        yield functions.RECOMPUTED
+        yield module_functions.weights(by_name=by_name)
+    yield from texts
+    if any("recomputed(" in text for text in stages.values()):
+        yield module_functions.RECOMPUTED
 
 
-def _functions(writer: Writer) -> Iterator[str]:
-    mesh, options, model = writer.mesh, writer.options, writer.model
-    fsdp = mesh.dp > 1 and options.zero >= 2
-    yield functions.build_mesh(mesh)
-    yield functions.build_stage(
-        stages=[writer.stage_name(index) for index in range(mesh.pp)],
-        fsdp=fsdp,
-        blocks=[writer.blocks[template] for template in writer.blocks] if fsdp else [],
-        tied=bool(model.ties) and mesh.pp > 1,
+def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
+    mesh, options, model = modules.mesh, modules.options, modules.model
+    yield module_functions.build_mesh(mesh)
+    yield module_functions.build_stage(
+        stages=stage_names,
+        zero=options.zero if modules.has_fsdp else None,
+        blocks=list(modules.blocks.values()),
+        layers=modules.layers is not None,
+        tied=modules.has_ties,
     )
     fused = any(tensor.fused_dim is not None for stage in model.stages for tensor in stage.tensors)
-    distributed = mesh.tp > 1 or fsdp
-    yield functions.state_dicts(distributed=distributed, fused=fused)
+    yield module_functions.state_dicts(distributed=modules.has_dtensors, fused=fused)
     if mesh.microbatches > 1:
-        yield functions.split_microbatches(groups=writer.has_groups())
-    if mesh.pp > 1:
-        yield _pipeline(writer)
-    yield functions.train_step(
+        yield step_functions.split_microbatches(groups=has_groups(modules))
+    if modules.is_pipeline:
+        yield _pipeline(modules)
+    yield step_functions.train_step(
         pp=mesh.pp,
         microbatches=mesh.microbatches,
-        fsdp=fsdp,
-        random=any(writer.uses_random(index) for index in range(len(writer.graph.templates))),
-        reduce=bool(writer.reduced_axes()) or bool(model.ties and mesh.pp > 1),
-        updates=_updates(writer),
-        loss_condition=_loss_condition(writer),
-        world=mesh.world_size,
+        fsdp=modules.has_fsdp,
+        random=any(re.search(r"\bself\.step\b", text) for text in stages.values()),
+        reduce=bool(modules.reduced_axes) or modules.has_ties,
+        updates=modules.updates_buffers,
+        loss_axes=loss_axes(model.program),
+        loss_dtype=modules.graph.type_of(modules.graph.loss).dtype,
     )
-    if _updates(writer):
-        yield functions.UPDATE_BUFFERS
-    reduced = [axis for axis in writer.reduced_axes() if _has_partial(writer, axis)]
-    if writer.reduced_axes() or (model.ties and mesh.pp > 1):
-        yield functions.reduce_gradients(reduced, tied=bool(model.ties) and mesh.pp > 1, distributed=distributed)
-    yield functions.clip_gradients(
-        distributed=distributed,
-        replicated_dp=mesh.dp > 1 and not fsdp,
-        tied=bool(model.ties) and mesh.pp > 1,
-        world=mesh.world_size,
+    if modules.updates_buffers:
+        yield step_functions.UPDATE_BUFFERS
+    if modules.reduced_axes or modules.has_ties:
+        whole = [axis for axis in modules.reduced_axes if modules.is_all_partial(axis)]
+        yield step_functions.reduce_gradients(
+            whole,
+            [axis for axis in modules.reduced_axes if axis not in whole],
+            tied=modules.has_ties,
+            distributed=modules.has_dtensors,
+            several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
+        )
+    if modules.has_dtensors:
+        yield step_functions.LOCAL_GRADIENT
+    yield step_functions.clip_gradients(
+        distributed=modules.has_dtensors, copies=_copies(modules), world=mesh.world_size
     )
 
 
-def _has_partial(writer: Writer, axis: str) -> bool:
-    return any(axis in tensor.partial for stage in writer.model.stages for tensor in stage.tensors)
+def _copies(modules: Modules) -> str:
+    """How many ranks hold the same part of parameter p's gradient, as source; empty where always one."""
+    held = [t for stage in modules.model.stages for t in stage.tensors if not t.is_buffer]
+    parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp else []
+    if modules.mesh.tp > 1 and any(tensor.shard_dim is None for tensor in held):
+        is_whole = all(tensor.shard_dim is None for tensor in held)
+        parts.append("TP" if is_whole else "(TP if p.placements[-1].is_replicate() else 1)")
+    if modules.has_ties:
+        parts.append("len(TIED.get(name, (0,)))")
+    return " * ".join(parts)
 
 
-def _updates(writer: Writer) -> bool:
-    return any(template.buffer_updates for template in writer.graph.templates)
-
-
-def _loss_condition(writer: Writer) -> str:
-    """Which ranks add their part of the loss: the last stage, and where the loss is whole on an axis its first rank."""
-    mesh = writer.mesh
-    parts = [f'mesh["pp"].get_local_rank() == {mesh.pp - 1}'] if mesh.pp > 1 else []
-    for axis in ("dp", "tp"):
-        if mesh.sizes[axis] > 1 and axis not in writer.model.loss_axes:
-            parts.append(f'mesh["{axis}"].get_local_rank() == 0')
-    return " and ".join(parts)
-
-
-def _pipeline(writer: Writer) -> str:
+def _pipeline(modules: Modules) -> str:
     """The function that wraps a stage for torch's schedule, with the shapes that cross its edges."""
-    received: list[str] = []
-    sent: list[str] = []
-    for stage in writer.model.stages:
-        received.append(_shapes(writer, stage.received))
-        sent.append(_shapes(writer, stage.sent if stage.index < writer.mesh.pp - 1 else (writer.graph.loss,)))
-    return functions.pipeline(received, sent, schedule=writer.options.schedule)
+    last = modules.mesh.pp - 1
+    stages = modules.model.stages
+    return step_functions.pipeline(
+        [_shapes(modules, stage.received) for stage in stages],
+        [_shapes(modules, stage.sent if stage.index < last else (modules.graph.loss,)) for stage in stages],
+        schedule=modules.options.schedule,
+        has_parameters=all(any(not tensor.is_buffer for tensor in stage.tensors) for stage in stages),
+    )
 
 
-def _shapes(writer: Writer, values: Sequence[Value]) -> str:
+def _shapes(modules: Modules, values: Sequence[Value]) -> str:
     parts: list[str] = []
     for value in values:
-        local = local_output(writer.program, value)
+        local = local_output(modules.program, value)
         arguments = [*map(str, local.shape)]
-        arguments += [] if local.dtype == "float32" else [f"dtype=torch.{local.dtype}"]
+        arguments += [] if local.dtype == DEFAULT_DTYPE else [f"dtype=torch.{local.dtype}"]
         arguments += [] if local.requires_grad else ["requires_grad=False"]
         parts.append(f"tensor({', '.join(arguments)})")
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from ....planner.capture.graph import Kind, Node, Ref, Template
-from ...source import assigned_names, identifier
+from ...text import assigned_names, identifier
 
 VIEWS = ("reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t", "clone", "_to_copy", "to")
 # Operations that make something new of their operand: named after the module that runs them.
@@ -21,27 +22,42 @@ BUILTINS = frozenset(dir(builtins))
 
 def value_names(template: Template) -> dict[Ref, str]:
     """A name for every value; not unique, the writer sees to that."""
-    names: dict[Ref, str] = {}
-    for node in template.nodes:
-        for index in range(len(node.outputs)):
-            is_input = node.kind is Kind.INPUT
-            name = identifier(node.name.rpartition(".")[2], "x") if is_input else _fallback(node, names)
-            names[Ref(node.name, index)] = name
+    given: dict[Ref, str] = {}
     if template.outputs and template.type_of(template.outputs[0]).requires_grad:
-        names[template.outputs[0]] = "x"
-    names.update(_user_names(template))
-    return {ref: "total" if name == "sum" else f"{name}_" if name in BUILTINS else name for ref, name in names.items()}
+        given[template.outputs[0]] = "x"
+    given.update(_user_names(template))
+    names: dict[Ref, str] = {}
+    stems: dict[Ref, str] = {}  # what values computed from this one are called
+    for node in template.nodes:
+        is_input = node.kind is Kind.INPUT
+        stem = identifier(node.name.rpartition(".")[2], "x") if is_input else _fallback(template, node, stems)
+        for index in range(len(node.outputs)):
+            ref = Ref(node.name, index)
+            names[ref] = given.get(ref) or (stem if len(node.outputs) == 1 else f"{stem}_{index + 1}")
+            stems[ref] = given.get(ref) or stem
+    return {ref: f"{name}_" if name in BUILTINS else name for ref, name in names.items()}
 
 
-def _fallback(node: Node, names: dict[Ref, str]) -> str:
+def _fallback(template: Template, node: Node, stems: Mapping[Ref, str]) -> str:
     """The module that made the value; for what is computed from it further on, the name of what it is computed from."""
     if node.kind is not Kind.OP:
         return identifier("_".join(node.name.split(".")[-2:]))
     parts = [part for part in node.module.split(".") if part and not part.isdigit()]
     operation = node.op.split(".")[1] if node.op.count(".") > 1 else node.op
     if node.operands and operation not in PRODUCERS and (operation in VIEWS or node.output.requires_grad):
-        return names[node.operands[0]]
-    return identifier(parts[-1] if parts else operation.lstrip("_"))
+        return stems[node.operands[0]]
+    if parts:
+        return identifier(parts[-1])
+    if operation.endswith("_loss"):
+        return "loss"
+    if operation == "sum":
+        return "count" if template.type_of(node.operands[0]).dtype == "bool" else "total"
+    unit = template.pattern.rpartition(".")[2]
+    return unit if operation in PRODUCERS and _is_variable(unit) else identifier(operation.lstrip("_"))
+
+
+def _is_variable(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _user_names(template: Template) -> Iterator[tuple[Ref, str]]:
@@ -59,7 +75,19 @@ def _user_names(template: Template) -> Iterator[tuple[Ref, str]]:
         if names and not _is_inner_call(code, template.pattern.rpartition(".")[2]):
             leaving = _leaving(template, group, readers)
             if len(leaving) == len(names):
-                yield from ((ref, identifier(name)) for ref, name in zip(leaving, names, strict=True))
+                for ref, name in zip(leaving, names, strict=True):
+                    yield from ((made, identifier(name)) for made in _viewed(template, ref, group))
+
+
+def _viewed(template: Template, ref: Ref, group: Sequence[Node]) -> Iterator[Ref]:
+    """The value and what it is a view of, as far as the same line makes it."""
+    inside = {node.name for node in group}
+    while ref.node in inside:
+        yield ref
+        node = template.by_name[ref.node]
+        if node.op.split(".")[1] not in VIEWS:
+            return
+        ref = node.operands[0]
 
 
 def _is_inner_call(code: str, module: str) -> bool:

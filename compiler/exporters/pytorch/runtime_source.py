@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ...source import layout
+from ...text import layout
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from ....planner.sharding.placement import SUMMED_GRADIENT, Layout
 from ...lower import HeldTensor
-from ...source import Expr, comment, layout, literal, quote
+from ...source import Expr
+from ...text import layout, literal, quote
 
 DEFAULT_DTYPE = "float32"  # written without a dtype: it follows torch.get_default_dtype()
 
@@ -101,8 +102,11 @@ def creation(tensor: HeldTensor, *, tp: bool) -> str:
     dtype = "" if tensor.type.dtype == DEFAULT_DTYPE else f"dtype=torch.{tensor.type.dtype}"
     sizes = ", ".join(map(str, tensor.shape))
     if tensor.is_buffer:
-        arguments = [literal(tensor.shape), *([dtype] if dtype else [])]
         more = "" if tensor.persistent else ", persistent=False"
+        if tp and tensor.shard_dim is not None:
+            split = [sizes, *([dtype] if dtype else []), "requires_grad=False"]
+            return f"nn.Buffer(parameter(mesh, Shard({tensor.shard_dim}), {', '.join(split)}).detach(){more})"
+        arguments = [literal(tensor.shape), *([dtype] if dtype else [])]
         return f"nn.Buffer(torch.empty({', '.join(arguments)}){more})"
     parts = [sizes] if sizes else []
     if tp:
@@ -113,23 +117,19 @@ def creation(tensor: HeldTensor, *, tp: bool) -> str:
     return f"parameter({', '.join(parts)})"
 
 
-def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str, str], summed: Sequence[str]) -> Expr:
+def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str, str]) -> Expr:
     """The expression of a tensor's local part, laid out as a unit wants it.
 
-    `summed`: axes over which its gradients are added at the end of the step; a use whose gradient is already whole
-    there keeps it on the first rank.
+    A use whose gradient is whole on an axis where gradients are added at the end of the step keeps it on the first
+    rank.
     """
     text = access(path)
-    if not tensor.is_buffer and "tp" in handles:
+    if "tp" in handles and (not tensor.is_buffer or tensor.shard_dim is not None):
         text = f"local({text})"
     if tensor.fused_dim is not None:
         text = f"{text}.flatten({tensor.fused_dim}, {tensor.fused_dim + 1})"
     if tensor.type.requires_grad:
-        for axis in summed:
+        for axis in tensor.partial:
             if wanted.get(axis) != SUMMED_GRADIENT:
                 text = f"keep_gradient_on_first({text}, {handles[axis]})"
     return Expr(text, weight=0)
-
-
-def described(tensor: HeldTensor) -> str:
-    return comment(f"{tensor.fqn}: {tensor.pair}")

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from autopar.compiler.exporters.pytorch import Options, Provenance, render_files
+from autopar.compiler.exporters.pytorch import Provenance, options_of, render_files
 from autopar.compiler.lower import lower
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import ModelGraph
@@ -31,8 +31,7 @@ def _case(name: str) -> tuple[Plan, ModelGraph]:
 def _render(name: str) -> dict[str, str]:
     plan, graph = _case(name)
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
-    options = Options(zero=plan.zero, activation_checkpoint=plan.activation_checkpoint, schedule=plan.schedule)
-    return render_files(model, options, Provenance(version="0", source="model.py:build", plan="golden"))
+    return render_files(model, options_of(plan), Provenance(version="0", source="model.py:build", plan="golden"))
 
 
 @pytest.mark.parametrize("name", CASES)

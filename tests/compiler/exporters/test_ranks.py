@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from autopar.compiler.exporters.pytorch import Options, Provenance, render_files
+from autopar.compiler.exporters.pytorch import Provenance, options_of, render_files
 from autopar.compiler.lower import lower
 from autopar.compiler.verify import verify
 from autopar.planner.capture import capture_model
@@ -24,8 +24,7 @@ def test_equals_the_module_of_the_user(name: str, tmp_path: Path) -> None:
     plan = read_plan(GOLDEN / name / "plan.json")
     graph = capture_model(plan.model.path, arguments=plan.model.arguments, batch_size=plan.batch_size).graph
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
-    options = Options(zero=plan.zero, activation_checkpoint=plan.activation_checkpoint, schedule=plan.schedule)
-    for file, text in render_files(model, options, Provenance(version="0", source="", plan="")).items():
+    for file, text in render_files(model, options_of(plan), Provenance(version="0", source="", plan="")).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     report = verify(plan, tmp_path, graph=graph, timeout_seconds=240)
     assert report.ok, "\n".join(report.lines(verbose=True))

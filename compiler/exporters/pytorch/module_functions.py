@@ -1,0 +1,208 @@
+"""Functions of sharded_model.py that build and fill a stage: fixed text, put together from the lines a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ....planner.sharding.mesh import Mesh
+from ...text import layout, literal
+
+
+def local(*, partial: bool) -> str:
+    more = " Where its gradient is a partial sum, `reduce_gradients` completes it." if partial else ""
+    return f'''\
+def local(p: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter.{more}"""
+    return p.to_local()'''
+
+
+_WEIGHTS = '''\
+class Weights(nn.Module):
+    """Parameters, buffers and modules under the user's names."""
+
+    def __init__(self, **members: torch.Tensor | nn.Module):
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)'''
+_WEIGHTS_BY_NAME = """
+
+    def __getitem__(self, name: str) -> torch.Tensor | nn.Module:
+        return getattr(self, name)
+
+    def __setitem__(self, name: str, member: torch.Tensor | nn.Module) -> None:
+        setattr(self, name, member)"""
+
+
+def weights(*, by_name: bool) -> str:
+    return _WEIGHTS + (_WEIGHTS_BY_NAME if by_name else "")
+
+
+def parameter(*, tp: bool, dtype: bool, frozen: bool) -> str:
+    """`dtype`, `frozen`: whether some parameter has another dtype than the default, or is not trained."""
+    arguments = ["*shape: int"]
+    arguments += ["dtype: torch.dtype | None = None"] if dtype else []
+    arguments += ["requires_grad: bool = True"] if frozen else []
+    given, trained = ", dtype=dtype" if dtype else "", ", requires_grad" if frozen else ""
+    if not tp:
+        return "\n".join(
+            (
+                f"def parameter({', '.join(arguments)}) -> nn.Parameter:",
+                '    """A parameter that is not yet filled."""',
+                f"    return nn.Parameter(torch.empty(shape{given}){trained})",
+            )
+        )
+    signature = f"def parameter({', '.join(('mesh: DeviceMesh', 'placement: Shard | Replicate', *arguments))})"
+    return "\n".join(
+        (
+            *layout(f"{signature} -> nn.Parameter:", ""),
+            '    """A parameter of this global shape, placed on the tp axis and not yet filled."""',
+            "    sizes = list(shape)",
+            "    if isinstance(placement, Shard):",
+            "        sizes[placement.dim] //= TP",
+            f'    part = DTensor.from_local(torch.empty(sizes{given}), mesh["tp"], [placement], run_check=False)',
+            f"    return nn.Parameter(part{trained})",
+        )
+    )
+
+
+RECOMPUTED = '''\
+def recomputed(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """Checkpoint a block that updates running statistics: running it again in the backward leaves them alone."""
+    contexts = nullcontext(), spare_buffers(block)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+
+
+@contextmanager
+def spare_buffers(block: nn.Module) -> Iterator[None]:
+    """Let the block work on copies of its buffers."""
+    buffers = [(m, name, buffer) for m in block.modules() for name, buffer in m.named_buffers(recurse=False)]
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)'''
+
+
+def build_mesh(mesh: Mesh) -> str:
+    axes = {name: size for name, size in mesh.sizes.items() if size > 1} or {"dp": 1}
+    shape = ", ".join(name.upper() for name in axes) + ("," if len(axes) == 1 else "")
+    return f'''\
+def build_mesh(device_type: str) -> DeviceMesh:
+    """The ranks of the plan, neighbours on the last axis. `device_type` is "cuda" or "cpu"."""
+    return init_device_mesh(device_type, ({shape}), mesh_dim_names={literal(tuple(axes))})'''
+
+
+def build_stage(*, stages: Sequence[str], zero: int | None, blocks: Sequence[str], layers: bool, tied: bool) -> str:
+    """`stages`: the class of each; `zero`: the ZeRO stage if FSDP2 is used; `layers`: stages are given their blocks."""
+    what = "stage" if len(stages) > 1 else "part of the model"
+    lines = [
+        'def build_stage(mesh: DeviceMesh, device: torch.device | str = "meta") -> nn.Module:',
+        f'    """This rank\'s {what}, on `device` and not yet filled."""',
+        *(['    index = mesh["pp"].get_local_rank()'] if len(stages) > 1 else []),
+        "    with torch.device(device):",
+        *layout(f"stage = {_made(stages, layers=layers)}", "        "),
+    ]
+    if zero is not None:
+        lines += _fully_sharded(blocks, reshard=zero == 3)
+    if tied:
+        lines.append("    stage.tied_groups = tied_groups(mesh)")
+    lines.append("    return stage")
+    text = "\n".join(lines)
+    return f"{text}\n\n\n{_TIED_GROUPS}" if tied else text
+
+
+def _made(stages: Sequence[str], *, layers: bool) -> str:
+    if len(stages) == 1:
+        return f"{stages[0]}(mesh)"
+    runs = [(name, len(list(run))) for name, run in groupby(stages)]
+    classes = ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
+    return f"({classes})[index](mesh{', STAGE_LAYERS[index]' if layers else ''})"
+
+
+def _fully_sharded(blocks: Sequence[str], *, reshard: bool) -> list[str]:
+    arguments = f'mesh=mesh["dp"], reshard_after_forward={reshard}'
+    policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
+    lines = [f"    # {policy}."]
+    if blocks:
+        kinds = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
+        lines.append("    for module in stage.modules():")
+        lines += layout(f"if isinstance(module, {kinds}):", "        ")
+        lines.append(f"            fully_shard(module, {arguments})")
+    return [
+        *lines,
+        f"    fully_shard(stage, {arguments})",
+        "    for module in stage.modules():",
+        "        if isinstance(module, FSDPModule):",
+        "            # Gradients are plain sums: the loss is already divided by the global count.",
+        "            module.set_gradient_divide_factor(1.0)",
+        "            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction in float32",
+    ]
+
+
+_TIED_GROUPS = '''\
+def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group among the holders of tied parameters, by the stages that hold them."""
+    groups = {}
+    for stages in sorted(set(TIED.values())):
+        for ranks in mesh.mesh[list(stages)].reshape(len(stages), -1).T.tolist():
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                groups[stages] = group
+    return groups'''
+
+
+def state_dicts(*, distributed: bool, fused: bool) -> str:
+    put = ["            value = full[name].reshape(tensor.shape).to(tensor.device, tensor.dtype)"]
+    if distributed:
+        put += [
+            "            if isinstance(tensor, DTensor):",
+            "                places = tensor.placements",
+            "                value = distribute_tensor(value, tensor.device_mesh, places, src_data_rank=None)",
+        ]
+    put += ["            tensor.copy_(value)"]
+    get = ["        value = tensor.detach()"]
+    if distributed:
+        get += [
+            "        if isinstance(value, DTensor):",
+            "            value = value.full_tensor()",
+        ]
+    if fused:
+        get += [
+            "        if name in fused:",
+            "            value = value.flatten(fused[name], fused[name] + 1)",
+        ]
+    get += ["        full[name] = value"]
+    lines = [
+        "def load_full_state_dict(stage: nn.Module, full: dict[str, torch.Tensor]) -> None:",
+        '    """Fill this rank\'s part from all parameters and buffers, in the user\'s names and shapes."""',
+        "    if any(p.is_meta for p in stage.parameters()):",
+        '        stage.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")',
+        "    with torch.no_grad():",
+        "        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:",
+        *put,
+        "",
+        "",
+        "def full_state_dict(stage: nn.Module) -> dict[str, torch.Tensor]:",
+        '    """Parameters and buffers of this stage, whole on every rank, by the user\'s names and shapes."""',
+    ]
+    if fused:
+        lines += [
+            "    fused = {",
+            '        f"{prefix}.{name}".lstrip("."): dim',
+            "        for prefix, module in stage.named_modules()",
+            '        for name, dim in getattr(module, "fused", {}).items()',
+            "    }",
+        ]
+    lines += [
+        "    full = {}",
+        "    for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:",
+        *get,
+        "    return full",
+    ]
+    return "\n".join(lines)
+
+
+__all__ = ["RECOMPUTED", "build_mesh", "build_stage", "local", "parameter", "state_dicts", "weights"]

@@ -1,0 +1,232 @@
+"""What the classes of sharded_model.py are called and hold: decided once, read by everything that writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ....planner.capture.graph import Kind, Unit, Value
+from ....planner.errors import AutoparError
+from ....planner.sharding.program import Compute
+from ....planner.sharding.rules import SeedRef
+from ...lower import PRELUDE, HeldTensor, LoweredModel, Run, StageProgram
+from ...text import identifier
+from .naming import value_names
+from .options import Options
+
+RESERVED = frozenset(
+    (
+        "self", "torch", "F", "nn", "dist", "mesh", "device", "microbatch", "values", "inputs", "at", "block",
+        "checkpoint", "local", "layers",
+    )
+)  # fmt: skip
+CLASSES = (
+    "Weights", "Stage", "FirstStage", "MiddleStage", "LastStage", "DTensor", "Replicate", "Shard", "DeviceMesh",
+)  # fmt: skip
+# Operations that update the buffers they are given whenever they run.
+UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
+RANDOM_OPERATIONS = 1000  # numbers set aside for the random operations of one unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Numbered blocks that all pipeline stages have a run of: a stage is given its numbers.
+
+    `ranges`: [first, last) by stage. `offset`: the index of a block's unit less its number.
+    """
+
+    parent: str  # "h"
+    template: int
+    ranges: tuple[tuple[int, int], ...]
+    offset: int
+
+    def holds(self, unit: Unit) -> bool:
+        return unit.template == self.template and unit.fqn.rpartition(".")[0] == self.parent
+
+
+class Modules:
+    """The model's modules and the names in their methods."""
+
+    def __init__(self, model: LoweredModel, options: Options, reserved: frozenset[str]) -> None:
+        self.model = model
+        self.options = options
+        self.program = model.program
+        self.graph = model.graph
+        self.mesh = model.program.mesh
+        self.reserved = RESERVED | reserved
+        self.handles = {axis.name: f"self.{axis.name}" for axis in self.mesh.axes if not axis.is_time}
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.mesh.pp > 1
+
+    @property
+    def has_ties(self) -> bool:
+        return self.is_pipeline and bool(self.model.ties)
+
+    @property
+    def has_fsdp(self) -> bool:
+        return self.mesh.dp > 1 and self.options.zero >= 2
+
+    @property
+    def has_dtensors(self) -> bool:
+        return self.mesh.tp > 1 or self.has_fsdp
+
+    @cached_property
+    def blocks(self) -> dict[int, str]:
+        """Template index -> class name, for templates that are modules of their own."""
+        taken = set(CLASSES)
+        fqns: dict[str, set[int]] = {}
+        for unit in self.graph.units[1:]:
+            fqns.setdefault(unit.fqn, set()).add(unit.template)
+        names: dict[int, str] = {}
+        for index, template in enumerate(self.graph.templates):
+            units = self.units_of(index)
+            if not template.is_module or not units or any(len(fqns[u.fqn]) > 1 or not u.fqn for u in units):
+                continue
+            name = base = identifier(template.name, "Block")
+            number = 2
+            while name in taken:
+                name, number = f"{base}{number}", number + 1
+            taken.add(name)
+            names[index] = name
+        return names
+
+    @cached_property
+    def layers(self) -> Layers | None:
+        """The numbered blocks that the stages share among them, if there is one such list."""
+        if not self.is_pipeline:
+            return None
+        parents = dict.fromkeys(
+            unit.fqn.rpartition(".")[0] for unit in self.graph.units if unit.template in self.blocks
+        )
+        found = [layers for parent in parents if parent and (layers := self._layers(parent)) is not None]
+        return found[0] if len(found) == 1 else None
+
+    def _layers(self, parent: str) -> Layers | None:
+        prefix = f"{parent}."
+        units = {i: unit for i, unit in enumerate(self.graph.units) if unit.fqn.startswith(prefix)}
+        numbers = {i: unit.fqn[len(prefix) :] for i, unit in units.items()}
+        if not all(number.isdecimal() and str(int(number)) == number for number in numbers.values()):
+            return None
+        templates = {unit.template for unit in units.values()}
+        offsets = {i - int(number) for i, number in numbers.items()}
+        held = {fqn for unit in units.values() for _, fqn in unit.tensors}
+        others = [fqn for fqn in self.graph.tensors if fqn.startswith(prefix) and fqn not in held]
+        if len(templates) > 1 or len(offsets) > 1 or others:
+            return None
+        ranges: list[tuple[int, int]] = []
+        for stage in self.model.stages:
+            runs = [run for run in stage.runs if run.units[0] in units]
+            if len(runs) != 1 or not runs[0].later:
+                return None
+            ranges.append((int(numbers[runs[0].units[0]]), int(numbers[runs[0].units[-1]]) + 1))
+        return Layers(parent=parent, template=templates.pop(), ranges=tuple(ranges), offset=offsets.pop())
+
+    def in_layers(self, unit: Unit) -> bool:
+        return self.layers is not None and self.layers.holds(unit)
+
+    def is_looped(self, run: Run) -> bool:
+        return len(run.units) > 1 or self.in_layers(self.graph.units[run.units[0]])
+
+    @cached_property
+    def prelude_names(self) -> dict[Value, str]:
+        template = self.graph.templates[self.graph.units[PRELUDE].template]
+        names = value_names(template)
+        nodes = template.of_kind(Kind.INPUT)
+        input_names = {n.name: given.name for n, given in zip(nodes, self.graph.inputs, strict=True)}
+        found: dict[Value, str] = {}
+        for output, ref in enumerate(template.outputs):
+            is_input = template.by_name[ref.node].kind is Kind.INPUT
+            base = input_names[ref.node] if is_input else names[ref]
+            name, number = base, 2
+            while name in found.values():
+                name, number = f"{base}_{number}", number + 1
+            found[Value(PRELUDE, output)] = name
+        return found
+
+    def units_of(self, template: int) -> list[Unit]:
+        return [unit for unit in self.graph.units[1:] if unit.template == template]
+
+    def own(self, unit: Unit) -> dict[str, str]:
+        """Tensors of a unit that live below its FQN: node name -> path relative to it."""
+        prefix = f"{unit.fqn}."
+        return {node: fqn[len(prefix) :] for node, fqn in unit.tensors if fqn.startswith(prefix)}
+
+    def owned(self, template: int) -> dict[str, str]:
+        """Tensors that every unit of a block's template holds itself; the others are passed to forward."""
+        units = self.units_of(template)
+        first = self.own(units[0])
+        return {node: path for node, path in first.items() if all(self.own(unit).get(node) == path for unit in units)}
+
+    def passed(self, template: int) -> list[str]:
+        """Parameters and buffers of a block that lie outside it, in node order."""
+        owned = self.owned(template)
+        tensors = self.graph.templates[template].nodes
+        return [n.name for n in tensors if n.kind in (Kind.PARAMETER, Kind.BUFFER) and n.name not in owned]
+
+    def outside(self, stage: StageProgram) -> dict[str, HeldTensor]:
+        """Tensors of a stage that lie in none of its blocks."""
+        inside = {
+            fqn
+            for unit in (self.graph.units[u] for u in range(stage.first, stage.last))
+            if unit.template in self.blocks
+            for node, fqn in unit.tensors
+            if node in self.owned(unit.template)
+        }
+        return {tensor.fqn: tensor for tensor in stage.tensors if tensor.fqn not in inside}
+
+    def uses_random(self, template: int) -> bool:
+        return any(
+            isinstance(arg, SeedRef)
+            for step in self.program.templates[template].steps
+            if isinstance(step, Compute)
+            for arg in (*step.call.args, *(value for _, value in step.call.kwargs))
+        )
+
+    def updates_statistics(self, template: int) -> bool:
+        """Whether running a block changes its buffers, so that recomputing it must not.
+
+        Raises:
+            AutoparError: buffers that lie outside the block.
+        """
+        nodes = self.graph.templates[template]
+        updated = {
+            ref.node
+            for node in nodes.of_kind(Kind.OP)
+            if node.op in UPDATES_STATISTICS
+            for ref in node.operands
+            if nodes.by_name[ref.node].kind is Kind.BUFFER
+        }
+        if outside := updated - self.owned(template).keys():
+            raise AutoparError(
+                f"activation checkpointing would update the running statistics {min(outside)} twice: they lie outside "
+                f"the block {nodes.pattern or nodes.name} that is recomputed",
+                fix="plan with --activation-checkpoint none",
+            )
+        return bool(updated)
+
+    @property
+    def reduced_axes(self) -> tuple[str, ...]:
+        """Axes whose partial gradients `reduce_gradients` adds up: tp, and dp where FSDP2 does not."""
+        sizes = {"dp": 1 if self.has_fsdp else self.mesh.dp, "tp": self.mesh.tp}
+        held = [tensor for stage in self.model.stages for tensor in stage.tensors]
+        return tuple(axis for axis, size in sizes.items() if size > 1 and any(axis in t.partial for t in held))
+
+    def is_all_partial(self, axis: str) -> bool:
+        """Whether every gradient is a partial sum on the axis; unused parameters have none."""
+        used = {fqn for unit in self.graph.units for _, fqn in unit.tensors}
+        held = [tensor for stage in self.model.stages for tensor in stage.tensors if tensor.fqn in used]
+        return all(axis in tensor.partial for tensor in held if not tensor.is_buffer and tensor.type.requires_grad)
+
+    def num_dtypes(self, axis: str) -> int:
+        """How many dtypes the gradients have that are partial sums on the axis."""
+        held = [tensor for stage in self.model.stages for tensor in stage.tensors]
+        return len({tensor.type.dtype for tensor in held if axis in tensor.partial})
+
+    @property
+    def updates_buffers(self) -> bool:
+        return any(template.buffer_updates for template in self.graph.templates)
+
+
+__all__ = ["RANDOM_OPERATIONS", "Layers", "Modules"]

@@ -1,0 +1,262 @@
+"""Functions of sharded_model.py that run a step: fixed text, put together from the lines that a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ...text import layout
+from .tensors import DEFAULT_DTYPE
+
+
+def split_microbatches(*, groups: bool) -> str:
+    if not groups:
+        return '''\
+def split_microbatches(
+    values: dict[str, torch.Tensor], batch_dims: dict[str, int]
+) -> list[dict[str, torch.Tensor]]:
+    """The values of each microbatch."""
+    parts = {name: values[name].chunk(MICROBATCHES, dim) for name, dim in batch_dims.items()}
+    return [values | {name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]'''.replace(
+            "def split_microbatches(\n    values: dict[str, torch.Tensor], batch_dims: dict[str, int]\n) ->",
+            "def split_microbatches(values: dict[str, torch.Tensor], batch_dims: dict[str, int]) ->",
+        )
+    return '''\
+def split_microbatches(
+    values: dict[str, torch.Tensor], batch_dims: dict[str, tuple[int, int]]
+) -> list[dict[str, torch.Tensor]]:
+    """The values of each microbatch; a dim of several runs is cut within each run."""
+    parts = {}
+    for name, (dim, runs) in batch_dims.items():
+        cut = values[name].unflatten(dim, (runs, MICROBATCHES, -1)).unbind(dim + 1)
+        parts[name] = [part.flatten(dim, dim + 1) for part in cut]
+    return [values | {name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]'''
+
+
+_FIRST_PARAMETER = """\
+    parameter = next(stage.parameters())
+    dtype, device = parameter.dtype, parameter.device"""
+_FIRST_PARAMETER_IF_ANY = """\
+    dtype = next((p.dtype for p in stage.parameters()), None)
+    device = next((p.device for p in stage.parameters()), torch.device(mesh.device_type))"""
+_PIPELINE = '''\
+def pipeline(stage: nn.Module, mesh: DeviceMesh) -> SCHEDULE:
+    """The stage in its schedule. One microbatch's tensors cross the edges between stages with these shapes."""
+PARAMETER
+
+    def tensor(*shape: int, dtype: torch.dtype | None = dtype, requires_grad: bool = True) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+    edges = (
+EDGES
+    )
+    index = mesh["pp"].get_local_rank()
+    received, sent = edges[index]
+    wrapped = PipelineStage(
+        stage, index, PP, device, input_args=received, output_args=sent, group=mesh["pp"].get_group()
+    )
+    # The last stage returns the loss itself; it is a sum over microbatches, so gradients are not rescaled.
+    return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
+
+
+def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool) -> str:
+    """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some."""
+    name = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[schedule]
+    parameter = _FIRST_PARAMETER if has_parameters else _FIRST_PARAMETER_IF_ANY
+    text = _PIPELINE.replace("SCHEDULE", name).replace("PARAMETER", parameter)
+    return text.replace("EDGES", "\n".join(_edges(received, sent)))
+
+
+def _edges(received: Sequence[str], sent: Sequence[str]) -> list[str]:
+    """One line per run of stages whose edges are alike."""
+    lines: list[str] = []
+    index = 0
+    for pair, run in groupby(f"({before}, {after})" for before, after in zip(received, sent, strict=True)):
+        last = index + len(list(run)) - 1
+        one = index == last
+        note = f"stage {index}" if one else f"stages {index} to {last}"
+        lines += layout(f"{pair}," if one else f"*[{pair}] * {last - index + 1},", "        ", note)
+        index = last + 1
+    return lines
+
+
+def train_step(
+    *,
+    pp: int,
+    microbatches: int,
+    fsdp: bool,
+    random: bool,
+    reduce: bool,
+    updates: bool,
+    loss_axes: Sequence[str],
+    loss_dtype: str,
+) -> str:
+    """`loss_axes`: over which the ranks' parts of the loss add up, pp included; "world" for all ranks at once."""
+    lines = [
+        "def train_step(stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int)"
+        " -> torch.Tensor:",
+        '    """Forward and backward of one step; gradients are left in `.grad`. Returns the loss of the whole batch.',
+        "",
+        "    `inputs` is the share of this rank's dp coordinate, by argument name.",
+        '    """',
+        "    stage.zero_grad()",
+    ]
+    if random:
+        lines.append("    stage.step = step  # random operations draw from (step, microbatch, operation, coordinates)")
+    if microbatches > 1:
+        lines.append("    stage.microbatches = split_microbatches(stage.prepare(inputs), stage.batch_dims)")
+    else:
+        lines.append("    stage.microbatches = [stage.prepare(inputs)]")
+    lines += _run_pipeline(loss_dtype) if pp > 1 else _run_loop(microbatches, fsdp)
+    if reduce:
+        lines.append("    reduce_gradients(stage, mesh)")
+    if updates:
+        lines += ["    if stage.training:", "        update_buffers(stage)"]
+    if "world" in loss_axes:
+        lines.append("    dist.all_reduce(loss)  # every rank has its part of it")
+    else:
+        notes = {"dp": "each has the part of its samples", "tp": "each has a part", "pp": "from the last stage to all"}
+        lines += [f'    dist.all_reduce(loss, group=mesh["{a}"].get_group())  # {notes[a]}' for a in loss_axes]
+    return "\n".join([*lines, "    return loss"])
+
+
+UPDATE_BUFFERS = '''\
+def update_buffers(stage: nn.Module) -> None:
+    """Give buffers that count or average over steps the values that the forward pass left for them."""
+    for module in stage.modules():
+        for name, value in getattr(module, "updated", {}).items():
+            module.get_buffer(name).copy_(value)'''
+
+
+def _run_pipeline(loss_dtype: str) -> list[str]:
+    dtype = "" if loss_dtype == DEFAULT_DTYPE else f"dtype=torch.{loss_dtype}, "
+    return [
+        '    if not hasattr(stage, "schedule"):',
+        "        stage.schedule = pipeline(stage, mesh)",
+        "    numbers = torch.arange(MICROBATCHES)",
+        '    if mesh["pp"].get_local_rank() == PP - 1:',
+        "        losses = []",
+        "        stage.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)",
+        "        loss = torch.stack(losses).sum().detach()",
+        "    else:",
+        "        stage.schedule.step(microbatch=numbers, return_outputs=False)",
+        f"        loss = torch.zeros((), {dtype}device=mesh.device_type)",
+    ]
+
+
+def _run_loop(microbatches: int, fsdp: bool) -> list[str]:
+    if microbatches == 1:
+        return ["    loss = stage(microbatch=0)", "    loss.backward()", "    loss = loss.detach()"]
+    lines = ["    losses = []", "    for microbatch in range(MICROBATCHES):"]
+    if fsdp:
+        lines += [
+            "        # Gradients stay whole on each rank until the last microbatch, then they are summed and sharded.",
+            "        is_last = microbatch == MICROBATCHES - 1",
+            "        stage.set_is_last_backward(is_last)",
+            "        stage.set_reshard_after_backward(is_last)",
+            "        stage.set_requires_gradient_sync(is_last)",
+        ]
+    return [
+        *lines,
+        "        loss = stage(microbatch=microbatch)",
+        "        loss.backward()",
+        "        losses.append(loss.detach())",
+        "    loss = torch.stack(losses).sum()",
+    ]
+
+
+BUCKET = '''\
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up gradients over a group, in one all_reduce."""
+    gradients = [GRADIENT for p in parameters if p.grad is not None]
+    bucket = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(bucket, group=group)
+    for g, total in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+        g.copy_(total.view_as(g))'''
+BUCKETS = '''\
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up gradients over a group, in one all_reduce for each dtype."""
+    gradients = [GRADIENT for p in parameters if p.grad is not None]
+    for dtype in sorted({g.dtype for g in gradients}, key=str):
+        same = [g for g in gradients if g.dtype == dtype]
+        bucket = torch.cat([g.flatten() for g in same])
+        dist.all_reduce(bucket, group=group)
+        for g, total in zip(same, bucket.split([g.numel() for g in same]), strict=True):
+            g.copy_(total.view_as(g))'''
+LOCAL_GRADIENT = '''\
+def local_gradient(p: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a gradient."""
+    return p.grad.to_local()'''
+
+
+def _gradient(distributed: bool) -> str:
+    return "local_gradient(p)" if distributed else "p.grad"
+
+
+def reduce_gradients(
+    whole: Sequence[str], listed: Sequence[str], *, tied: bool, distributed: bool, several_dtypes: bool
+) -> str:
+    """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters."""
+    lines = ["def reduce_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:"]
+    steps = [f"all over {axis}" for axis in whole]
+    steps += [f"`partial_{axis}` over {axis}" for axis in listed]
+    steps += ["tied parameters over their holders"] if tied else []
+    lines.append(f'    """Complete gradients that are partial sums: {", then ".join(steps)}."""')
+    lines += [f'    all_reduce_gradients(stage.parameters(), mesh["{axis}"].get_group())' for axis in whole]
+    for axis in listed:
+        named = f'getattr(module, "partial_{axis}", ())'
+        found = f"[module.get_parameter(name) for module in stage.modules() for name in {named}]"
+        lines += layout(f"partial = {found}", "    ")
+        lines.append(f'    all_reduce_gradients(partial, mesh["{axis}"].get_group())')
+    if tied:
+        gradient = "local_gradient(stage.get_parameter(name))" if distributed else "stage.get_parameter(name).grad"
+        lines += [
+            "    for name, stages in TIED.items():",
+            '        if mesh["pp"].get_local_rank() in stages:',
+            f"            dist.all_reduce({gradient}, group=stage.tied_groups[stages])",
+        ]
+    text = "\n".join(lines)
+    if not whole and not listed:
+        return text
+    bucket = BUCKETS if several_dtypes else BUCKET
+    return text + "\n\n\n" + bucket.replace("GRADIENT", _gradient(distributed))
+
+
+def clip_gradients(*, distributed: bool, copies: str, world: int) -> str:
+    """`copies`: source of the number of ranks that hold the same part of p's gradient; empty where it is one."""
+    gradient = _gradient(distributed)
+    lines = [
+        "def clip_gradients(stage: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
+        '    """Scale gradients so that their norm over the whole model is at most `max_norm`; returns the norm."""',
+        "    total = torch.zeros((), device=mesh.device_type)",
+        "    for name, p in stage.named_parameters():" if "name" in copies else "    for p in stage.parameters():",
+        "        if p.grad is not None:",
+    ]
+    square = f"torch.linalg.vector_norm({gradient}, dtype=total.dtype) ** 2"
+    is_constant = copies in ("DP", "TP")
+    if copies and not is_constant:
+        lines += [
+            "            # Ranks that hold the same part count a share of it each.",
+            f"            copies = {copies}",
+            f"            total += {square} / copies",
+        ]
+    else:
+        lines.append(f"            total += {square}")
+    lines += ["    dist.all_reduce(total)"] if world > 1 else []
+    lines += [
+        f"    norm = (total / {copies}).sqrt()  # each part was counted by all its holders"
+        if is_constant
+        else "    norm = total.sqrt()",
+        "    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "    for p in stage.parameters():",
+        "        if p.grad is not None:",
+        f"            {gradient}.mul_(scale)",
+        "    return norm",
+    ]
+    return "\n".join(lines)
+
+
+__all__ = [
+    "LOCAL_GRADIENT", "UPDATE_BUFFERS", "clip_gradients", "pipeline", "reduce_gradients", "split_microbatches",
+    "train_step",
+]  # fmt: skip
