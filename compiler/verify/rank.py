@@ -98,10 +98,10 @@ def _verify(job: RankJob) -> RankResult:
         gradients = _gradients(emitted, stage)
         held = {name for name in gradients if name in wanted.gradients}
         compare.all("gradient", {name: gradients[name] for name in held}, wanted.gradients, wanted.norm)
-        buffers = dict(stage.named_buffers())
-        known = {name: value for name, value in buffers.items() if name in wanted.buffers}
+        state = emitted.full_state_dict(stage)
+        known = {name: state[name] for name, _ in stage.named_buffers() if name in wanted.buffers}
         compare.all("buffer", known, wanted.buffers, None)
-        for name, make in optimizers(getattr(torch, job.dtype)).items():
+        for name, make in optimizers(wanted.norm).items():
             _restore(stage, start)
             make([parameter for parameter in stage.parameters() if parameter.requires_grad]).step()
             state = emitted.full_state_dict(stage)
@@ -192,6 +192,8 @@ class _Comparison:
 
     def one(self, what: str, name: str, got: torch.Tensor, want: torch.Tensor, *, floor: float) -> None:
         got = _local(got).detach()
+        if got.is_complex():
+            got, want = torch.view_as_real(got), torch.view_as_real(want)
         if got.shape != want.shape:
             error = f"{what} {name}: emitted shape {tuple(got.shape)}, the module's {tuple(want.shape)}"
             raise ValueError(error)

@@ -19,17 +19,18 @@ from .dropout import dropout_off
 SEED = 0
 SGD_LEARNING_RATE = 0.1
 ADAMW_LEARNING_RATE = 1e-2
-# Elements whose gradient is nothing but rounding get a full AdamW step if epsilon is not far above that rounding.
-ADAMW_EPSILON = {torch.float64: 1e-6, torch.float32: 1e-4}
+# As a part of the norm of all gradients: elements whose gradient is nothing but rounding would else get a full step.
+ADAMW_EPSILON = {torch.float64: 1e-5, torch.float32: 1e-1}
 CLIP_NORM = 1e-2
 
 
-def optimizers(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
-    """The optimizers whose first step is compared, by name; a stage may have no parameters."""
+def optimizers(norm: torch.Tensor) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
+    """The optimizers whose first step is compared, by name; `norm` of all gradients. A stage may have no parameters."""
+    epsilon = ADAMW_EPSILON[norm.dtype] * float(norm) or 1.0
     return {
         "sgd": lambda parameters: torch.optim.SGD([{"params": parameters}], lr=SGD_LEARNING_RATE),
         "adamw": lambda parameters: torch.optim.AdamW(
-            [{"params": parameters}], lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPSILON[dtype], weight_decay=0.1
+            [{"params": parameters}], lr=ADAMW_LEARNING_RATE, eps=epsilon, weight_decay=0.1
         ),
     }
 
@@ -98,21 +99,22 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
         if parameter.requires_grad
     }
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
+    norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
+    norm = torch.stack(norms).norm().to(wanted) if norms else torch.zeros((), dtype=wanted)
     stepped = {}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    for name, make in optimizers(wanted).items():
+    for name, make in optimizers(norm).items():
         with torch.no_grad():
             for fqn, parameter in parameters.items():
                 parameter.copy_(before[fqn])
         make([parameter for parameter in module.parameters() if parameter.requires_grad]).step()
         stepped[name] = {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
-    norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
     Reference(
         state=start,
         inputs=inputs,
         loss=loss.detach(),
         gradients=gradients,
-        norm=torch.stack(norms).norm() if norms else torch.zeros((), dtype=wanted),
+        norm=norm,
         buffers=buffers,
         stepped=stepped,
     ).save(Path(saved))

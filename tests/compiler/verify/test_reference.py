@@ -36,7 +36,7 @@ def test_what_follows_the_input_is_not_noticed():
 def test_a_stage_without_parameters_has_an_optimizer():
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    for make in optimizers(torch.float64).values():
+    for make in optimizers(torch.tensor(1.0)).values():
         make([]).step()
         make([weight]).step()
     assert (weight < 1).all()
