@@ -23,6 +23,7 @@ from ..planner.sharding.placement import (
 )
 from ..planner.sharding.program import ModelProgram
 from ..planner.sharding.redistribute import Change
+from .gradients import shared_gradients
 
 PRELUDE = 0
 
@@ -33,7 +34,8 @@ class HeldTensor:
 
     `pair` is its placement on tp. A split in groups is held with the groups as a dim of their own, so that it is
     a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`:
-    axes over which its gradient is a partial sum until the end of the step.
+    axes over which its gradient is a partial sum until the end of the step. `shares_gradient`: autograd may hand it
+    a gradient that is another tensor's memory.
     """
 
     fqn: str
@@ -42,6 +44,7 @@ class HeldTensor:
     is_buffer: bool
     persistent: bool
     partial: tuple[str, ...] = ()
+    shares_gradient: bool = False
 
     @property
     def fused_dim(self) -> int | None:
@@ -330,6 +333,10 @@ def _tensors(
     """Every parameter and buffer that the stage reads, in order of first use; the first stage holds unused ones too."""
     graph = program.graph
     found: dict[str, HeldTensor] = {}
+    shared = {
+        index: shared_gradients(program.templates[index])
+        for index in {graph.units[unit].template for unit in range(first, last)}
+    }
     for unit in (PRELUDE, *range(first, last)):
         lowered = program.templates[graph.units[unit].template]
         fqns = dict(graph.units[unit].tensors)
@@ -339,6 +346,8 @@ def _tensors(
             if node.kind is Kind.CONSTANT or (needed is not None and node.name not in needed):
                 continue
             tensor = _held(program, fqns[node.name], node.output, held.layout, node.kind is Kind.BUFFER)
+            if node.name in shared.get(graph.units[unit].template, ()):
+                tensor = replace(tensor, shares_gradient=True)
             found[tensor.fqn] = _merged(found.get(tensor.fqn, tensor), tensor)
     if is_first:
         used = {fqn for unit in graph.units for _, fqn in unit.tensors}
@@ -378,6 +387,8 @@ def _held(program: ModelProgram, fqn: str, value: TensorType, layout: Layout, is
 
 def _merged(one: HeldTensor, other: HeldTensor) -> HeldTensor:
     """One tensor read by several units: the same placement, or R and R/P side by side (then held R/P)."""
+    if other.shares_gradient and not one.shares_gradient:
+        one = replace(one, shares_gradient=True)
     if one.pair == other.pair and one.partial == other.partial:
         return one
     if one.pair.is_split or other.pair.is_split:

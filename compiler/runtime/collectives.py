@@ -34,6 +34,11 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x)
 
 
+def own_gradient(x: torch.Tensor) -> torch.Tensor:
+    """R -> R / [copy], for a parameter whose gradient may else be the same memory as another one's."""
+    return _Change.apply(x, _same, torch.clone)
+
+
 def _sum(x: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=axis.get_group())

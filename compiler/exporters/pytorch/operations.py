@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ....planner.capture.graph import Symbol
 from ....planner.errors import AutoparError
 from ....planner.sharding.rules import AxisRef, Call, Operand, SeedRef
 from ...source import MULTIPLY, Expr
 from .arguments import Context, argument, arguments, receiver
 from .runtime_source import runtime
 from .special_forms import SPECIAL
+from .tensors import DEFAULT_DTYPE
 from .torch_functions import FUNCTIONS, REDUCTIONS, REQUIRED, Function
 
 # Arguments that say where and how memory lies: the emitted code follows its inputs.
@@ -33,6 +35,19 @@ FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "log
              "triu_indices")  # fmt: skip
 # Names whose Python method or function is not the operation of the same name.
 ONLY_ATEN = frozenset({"norm", "split", "unique", "stft", "istft", "lu", "to", "item", "copy", "set", "resize", "new"})
+
+
+def _is_method(name: str, overload: str) -> bool:
+    """Whether the first argument is what a method is called on, unlike the condition of `where`."""
+    schema = getattr(getattr(torch.ops.aten, name), overload)._schema
+    return hasattr(torch.Tensor, name) and schema.arguments[0].name == "self"
+
+
+def _makes_default_dtype(name: str, args: Sequence[object]) -> bool:
+    """Whether the factory makes floats of the default dtype unless it is told another one."""
+    if name == "full":
+        return isinstance(args[1], float)
+    return name in ("zeros", "ones", "empty", "eye", "linspace", "logspace")
 
 
 def render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
@@ -65,10 +80,12 @@ def _render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
     if name in FUNCTIONS:
         return _function(FUNCTIONS[name], call.args, kwargs, operands, context)
     if name in FACTORIES:
+        if kwargs.get("dtype") == Symbol("dtype", DEFAULT_DTYPE) and _makes_default_dtype(name, call.args):
+            del kwargs["dtype"]
         where = arguments(call.args, kwargs, operands, context)
         return Expr(f"torch.{name}({where}, device={context.device})" if where else f"torch.{name}()")
     public = not name.startswith("_") and name not in ONLY_ATEN
-    if public and call.args and isinstance(call.args[0], Operand) and hasattr(torch.Tensor, name):
+    if public and call.args and isinstance(call.args[0], Operand) and _is_method(name, overload):
         return _method(name, call.args, kwargs, operands, context)
     if public and hasattr(torch, name):
         return Expr(f"torch.{name}({arguments(call.args, kwargs, operands, context)})")

@@ -126,6 +126,8 @@ def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str,
     text = access(path)
     if "tp" in handles and (not tensor.is_buffer or tensor.shard_dim is not None):
         text = f"local({text})"
+    if "tp" in handles and tensor.shares_gradient:
+        text = f"own_gradient({text})"
     if tensor.fused_dim is not None:
         text = f"{text}.flatten({tensor.fused_dim}, {tensor.fused_dim + 1})"
     if tensor.type.requires_grad:
