@@ -207,14 +207,18 @@ class Built:
     axes: tuple[Axis, ...]
 
     def placements(self, space: Space, assignment: Assignment) -> Placements:
-        found: list[dict[str, dict[str, str]]] = [{} for _ in space.graph.templates]
-        for keys, choices, k in zip(self.keys, self.problem.choices, assignment.chosen, strict=True):
+        return self.read(len(space.graph.templates), assignment.chosen)
+
+    def read(self, num_templates: int, chosen: Sequence[int]) -> Placements:
+        """The placements that positions of choices stand for."""
+        found: list[dict[str, dict[str, str]]] = [{} for _ in range(num_templates)]
+        for keys, choices, k in zip(self.keys, self.problem.choices, chosen, strict=True):
             labels = choices[k].label
             assert isinstance(labels, tuple)
-            chosen = {a.name: label for a, label in zip(self.axes, labels, strict=True) if label not in ("none", "R")}
-            if chosen:
+            named = {a.name: label for a, label in zip(self.axes, labels, strict=True) if label not in ("none", "R")}
+            if named:
                 for template, name in keys:
-                    found[template][name] = dict(chosen)
+                    found[template][name] = dict(named)
         return tuple(found)
 
 

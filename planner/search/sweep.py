@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, log10
 
 from ...cost_models.errors import AutoparError
 from ...cost_models.hardware import Cluster
@@ -24,13 +24,17 @@ from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import CHECKPOINTS, Pins, WholeModel, bound_seconds, meshes, schedules_for, whole_model, zeros_for
 from .evaluate import Evaluated, Evaluator
+from .exact import ExactSearch, Leaves, Proven
 from .placements_ilp import solve
 from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
+from .refine import Refiner
 from .stages_ilp import Cutting, cut_by_ilp
+from .step_model import Policy, Uses, splits
 
 Progress = Callable[[str], None]
-_MEMORY_PRICES = (1e-12, 1e-11, 1e-10)  # seconds per byte, tried in turn when nothing fits
+# What memory costs, tried in turn where the quickest plan does not fit; times a step over the device's memory.
+_MEMORY_PRICES = (0.1, 1.0, 10.0)
 # The same where latency makes it cheapest to split nothing: an axis that is there must split something.
 _SPLITTING_PRICES = (1e-11, 1e-10, 1e-9, 1e-8, 1e-6)
 
@@ -141,12 +145,23 @@ class _Sweep:
                 self.found.append(candidate)
                 if candidate.fits:
                     best = min(best, candidate.cost.step_seconds)
+        refiner = Refiner(setting, self._leaves())
         if best == inf:
+            self._keep(refiner.rescue(tuple(self.found)))
+        else:
+            for better in tuple(refiner.better(min(self._fitting(), key=_rank))):
+                self._keep(better)
+        proven = self._prove(order) if setting.exact else None
+        if not self._fitting():
             self._refuse()
         self._add_single_axis_runners(order)
-        fitting = [candidate for candidate in self.found if candidate.fits]
-        chosen = min(fitting, key=_rank)
-        lowest = min([skipped, *(bounds[candidate.mesh] for candidate in self.found)])
+        chosen = min(self._fitting(), key=_rank)
+        if proven is not None:
+            lowest, is_complete = proven.bound_seconds, proven.is_complete
+        elif is_complete:
+            lowest = min(skipped, refiner.bound(chosen, bounds))
+        else:
+            lowest = min([skipped, *bounds.values()])
         return Found(
             best=chosen,
             runners_up=_best_of_other_meshes(self.found, chosen),
@@ -156,6 +171,39 @@ class _Sweep:
             is_complete=is_complete,
             batch=self.batch,
         )
+
+    def _prove(self, order: list[Mesh]) -> Proven:
+        """Search all choices together, from the best plan that is known."""
+        known = min(self._fitting(), key=_rank, default=None)
+        proven = ExactSearch(self.setting, self._leaves(), known).run(order)
+        self.solved += proven.solved
+        if proven.best is not None and proven.best is not known:
+            self.found.append(proven.best)
+        return proven
+
+    def _leaves(self) -> Leaves:
+        return Leaves(
+            price=self._price_leaf,
+            uses=lambda mesh: Uses(self.space, self.prices(mesh)),
+            rules=self._rules(),
+            fixed=self._batch_labels,
+            deadline=self.deadline,
+        )
+
+    def _fitting(self) -> list[Candidate]:
+        return [candidate for candidate in self.found if candidate.fits]
+
+    def _keep(self, candidate: Candidate | None) -> None:
+        if candidate is not None and candidate.fits:
+            self.found.append(candidate)
+
+    def _price_leaf(self, mesh: Mesh, placements: Placements, policy: Policy) -> Candidate | None:
+        try:
+            evaluator = self._evaluator(mesh, placements)
+            assert policy.stages is not None
+            return self._costed(evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint)
+        except (KeyError, ValueError):
+            return None  # the conversions of two axes do not go together
 
     def _bound(self, mesh: Mesh) -> float:
         setting = self.setting
@@ -187,29 +235,30 @@ class _Sweep:
     def _solve(self, mesh: Mesh) -> list[Candidate]:
         """The mesh under every policy, best first; what does not fit is kept as the answer to "why not"."""
         candidates: list[Candidate] = []
-        for seconds_per_byte in (0.0, *_MEMORY_PRICES):
-            placements = self._placed(mesh, seconds_per_byte)
+        for position, factor in enumerate((0.0, *_MEMORY_PRICES)):
+            price = factor * self._seconds_per_byte(candidates) if position else 0.0
+            placements = self._placed(mesh, price)
             if isinstance(placements, str):
                 self.useless[placements] = None
                 break
-            candidates.extend(self._priced(mesh, placements))
-            if any(candidate.fits for candidate in candidates) or mesh.tp == 1:
+            new = self._priced(mesh, placements)
+            candidates.extend(new)
+            # Once the quickest policy fits, memory is no longer what decides.
+            if min(new, key=_rank).fits:
                 break
         fitting = [candidate for candidate in candidates if candidate.fits]
         if fitting:
             return [min(fitting, key=_rank)]
         return [min(candidates, key=lambda c: c.cost.memory_bytes)] if candidates else []
 
+    def _seconds_per_byte(self, candidates: list[Candidate]) -> float:
+        """What the device's memory costs if all of it is worth a step, to a power of ten."""
+        step = min(candidate.cost.step_seconds for candidate in candidates)
+        return 10.0 ** round(log10(step / self.setting.cluster.gpu.hbm_bytes))
+
     def _priced(self, mesh: Mesh, placements: Placements) -> list[Candidate]:
         setting = self.setting
-        evaluator = Evaluator(
-            graph=self.space.graph,
-            master=setting.graph,
-            placements=placements,
-            prices=self.prices(mesh),
-            optimizer=setting.optimizer,
-            precision=setting.precision,
-        )
+        evaluator = self._evaluator(mesh, placements)
         pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
         for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
@@ -220,9 +269,24 @@ class _Sweep:
                 break  # recomputation only costs time
         return found
 
+    def _evaluator(self, mesh: Mesh, placements: Placements) -> Evaluator:
+        return Evaluator(
+            graph=self.space.graph,
+            master=self.setting.graph,
+            placements=placements,
+            prices=self.prices(mesh),
+            optimizer=self.setting.optimizer,
+            precision=self.setting.precision,
+        )
+
     def _candidate(self, evaluator: Evaluator, schedule: str, zero: int, checkpoint: str) -> Candidate:
-        mesh = evaluator.mesh
         stages = self._cut(evaluator, schedule, zero, checkpoint)
+        return self._costed(evaluator, stages, schedule, zero, checkpoint)
+
+    def _costed(
+        self, evaluator: Evaluator, stages: tuple[tuple[int, int], ...], schedule: str, zero: int, checkpoint: str
+    ) -> Candidate:
+        mesh = evaluator.mesh
         cost = evaluator.evaluate(stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint)
         return Candidate(
             mesh=mesh,
@@ -270,14 +334,9 @@ class _Sweep:
         return self._placements[key]
 
     def _place(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
-        rules = Rules(batch=self.batch.placements, tp_may_split_batch=self.setting.tp_may_split_batch)
-        placements = empty_placements(self.space.graph)
-        if mesh.microbatches > 1:
-            assert self.batch.placements is not None
-            placements = _copied(self.batch.placements)
+        rules = self._rules()
+        placements = self._batch_labels(mesh)
         free = [name for name in ("dp", "tp") if mesh.sizes[name] > 1]
-        if self.setting.exact and len(free) > 1:
-            return self._solve_axes(mesh, placements, rules, tuple(free), seconds_per_byte)
         for name in free:
             part = mesh if name == "tp" else replace(mesh, tp=1)
             solved = self._solve_axes(part, placements, rules, (name,), seconds_per_byte)
@@ -292,6 +351,16 @@ class _Sweep:
                 return f"{name}={mesh.sizes[name]} splits nothing: {self._obstacles(mesh.sizes[name], rules)}"
             placements = solved
         return placements
+
+    def _rules(self) -> Rules:
+        return Rules(batch=self.batch.placements, tp_may_split_batch=self.setting.tp_may_split_batch)
+
+    def _batch_labels(self, mesh: Mesh) -> Placements:
+        """What the microbatch axis splits, which is given."""
+        if mesh.microbatches == 1:
+            return empty_placements(self.space.graph)
+        assert self.batch.placements is not None
+        return _copied(self.batch.placements)
 
     def _must_split(self, mesh: Mesh, axis: str) -> bool:
         """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
@@ -329,7 +398,7 @@ def _splits_something(space: Space, placements: Placements, axis: str) -> bool:
             continue
         for node in template.of_kind(Kind.OP):
             label = placements[t].get(node.name, {}).get(axis, "none")
-            if label not in ("none", "grad") and not label.startswith("partial"):
+            if splits(label):
                 return True
     return False
 

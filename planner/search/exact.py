@@ -1,0 +1,196 @@
+"""All choices together, nothing pruned that is not proven: the search behind `--exact`.
+
+A leaf is a mesh, a number of microbatches, a cut, a schedule, a ZeRO stage and recomputation; its placements over all
+axes are the integer program of `step_model.py`, whose optimum no plan of the leaf beats. Leaves whose bound reaches the
+best plan known are dropped. In a leaf that is left, the program gives one assignment after the other, cheapest first;
+each is lowered, priced and checked against memory as any plan is, and then forbidden, until the program's optimum
+reaches the best plan. What is then best is best of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from ..sharding.mesh import MICROBATCH, Mesh
+from .assignment import NoAssignment
+from .candidates import CHECKPOINTS, schedules_for, zeros_for
+from .placements_ilp import consistent
+from .problem import Built, Rules, build_problem
+from .step_model import Policy, StepModel, Uses
+
+if TYPE_CHECKING:
+    from ..sharding.program import Placements
+    from .sweep import Candidate, Setting
+
+# Bounds this close to the best plan are equal to it: what the solver's tolerances can hide.
+_EQUAL = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """What the exact search needs of the sweep around it.
+
+    `price` lowers and prices placements under a policy, None where they cannot be lowered. `fixed`: the labels of axes
+    that are given (microbatches).
+    """
+
+    price: Callable[[Mesh, Placements, Policy], Candidate | None]
+    uses: Callable[[Mesh], Uses]
+    rules: Rules
+    fixed: Callable[[Mesh], Placements]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """The best plan, None where none fits; `bound_seconds` holds for all that was not looked at."""
+
+    best: Candidate | None
+    bound_seconds: float
+    is_complete: bool
+    solved: int
+
+
+class ExactSearch:
+    """Runs over meshes in the order given, the most promising first; keeps the best plan."""
+
+    def __init__(self, setting: Setting, leaves: Leaves, best: Candidate | None) -> None:
+        self.setting, self.leaves = setting, leaves
+        self.best = best
+        self.solved = 0
+        self.open_bound = inf  # of what the time limit cut off
+
+    @property
+    def seconds(self) -> float:
+        return inf if self.best is None else self.best.cost.step_seconds
+
+    def run(self, meshes: Sequence[Mesh]) -> Proven:
+        """Search every mesh."""
+        is_complete = True
+        for mesh in meshes:
+            if time.monotonic() > self.leaves.deadline:
+                is_complete = False
+                self.open_bound = 0.0
+                break
+            is_complete &= self._mesh(mesh)
+        bound = self.seconds if is_complete else min(self.open_bound, self.seconds)
+        return Proven(best=self.best, bound_seconds=bound, is_complete=is_complete, solved=self.solved)
+
+    def _closed(self, bound: float) -> bool:
+        return bound >= self.seconds * (1 - _EQUAL)
+
+    def _mesh(self, mesh: Mesh) -> bool:
+        """Whether the mesh was searched to its end."""
+        uses = self.leaves.uses(mesh)
+        try:
+            built, alive = joint_problem(self.leaves, uses)
+        except NoAssignment:
+            return True
+        leaves: list[tuple[float, Policy]] = []
+        if self._closed(floor_seconds(self.setting, built, uses, alive)):
+            return True
+        for zero in zeros_for(mesh, self.setting.pins):
+            for checkpoint in self._checkpoints():
+                policy = Policy(stages=None, zero=zero, schedule="none", activation_checkpoint=checkpoint)
+                bound = self._relaxed(built, uses, alive, policy)
+                if not self._closed(bound):
+                    leaves.extend(self._cuts(mesh, uses, policy, bound))
+        leaves.sort(key=lambda leaf: leaf[0])
+        for bound, policy in leaves:
+            if self._closed(bound):
+                break
+            if time.monotonic() > self.leaves.deadline or not self._leaf(mesh, built, uses, alive, policy):
+                self.open_bound = min(self.open_bound, leaves[0][0])
+                return False
+        return True
+
+    def _checkpoints(self) -> tuple[str, ...]:
+        pinned = self.setting.pins.activation_checkpoint
+        return CHECKPOINTS if pinned is None else (pinned,)
+
+    def _relaxed(self, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> float:
+        """A bound of all cuts and schedules; infinite where none fits in memory."""
+        try:
+            self.solved += 1
+            return model_of(self.setting, built, uses, alive, policy).solve(as_mip=False)[0]
+        except NoAssignment:
+            return inf
+
+    def _cuts(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
+        last = len(uses.space.graph.units)
+        for schedule in schedules_for(mesh, self.setting.pins):
+            for stages in _every_cut(last, mesh.pp):
+                yield bound, replace(policy, schedule=schedule, stages=stages)
+
+    def _leaf(self, mesh: Mesh, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> bool:
+        """Assignments of one leaf, cheapest first, until no other can be better. False: the time was up."""
+        try:
+            model = model_of(self.setting, built, uses, alive, policy)
+            self.solved += 1
+            if self._closed(model.solve(as_mip=False)[0]):
+                return True
+            while time.monotonic() < self.leaves.deadline:
+                self.solved += 1
+                bound, chosen = model.solve(as_mip=True)
+                if self._closed(bound):
+                    return True
+                assert chosen is not None
+                self._look_at(mesh, built, chosen, policy)
+                model.forbid(chosen)
+        except NoAssignment:
+            return True
+        return False
+
+    def _look_at(self, mesh: Mesh, built: Built, chosen: tuple[int, ...], policy: Policy) -> None:
+        placements = built.read(len(self.setting.graph.templates), chosen)
+        candidate = self.leaves.price(mesh, placements, policy)
+        if candidate is not None and candidate.fits and candidate.cost.step_seconds < self.seconds:
+            self.best = candidate
+
+
+def joint_problem(leaves: Leaves, uses: Uses) -> tuple[Built, list[list[int]]]:
+    """The placements of a mesh over all axes together, and the choices that every neighbour can serve.
+
+    Raises:
+        NoAssignment: there are none.
+    """
+    mesh = uses.prices.mesh
+    free = tuple(axis.name for axis in mesh.axes if axis.name != MICROBATCH)
+    built = build_problem(uses.space, mesh.axes, free, leaves.fixed(mesh), leaves.rules, uses, mesh.microbatches)
+    return built, consistent(built.problem)
+
+
+def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> StepModel:
+    """The step of a policy as a linear program."""
+    return StepModel(
+        uses.space, setting.graph, built, uses, alive, policy, optimizer=setting.optimizer, precision=setting.precision
+    )
+
+
+def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]]) -> float:
+    """No plan on the mesh is faster, under whatever policy; infinite where there are no placements."""
+    zeros = zeros_for(uses.prices.mesh, setting.pins)
+    zero = zeros[0] if len(zeros) == 1 else None
+    stages = ((0, len(uses.space.graph.units)),) if uses.prices.mesh.pp == 1 else None
+    policy = Policy(stages=stages, zero=zero, schedule="none", activation_checkpoint="none", must_fit=False)
+    try:
+        return model_of(setting, built, uses, alive, policy).solve(as_mip=False)[0]
+    except NoAssignment:
+        return inf
+
+
+def _every_cut(last: int, pp: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to cut units [first, last) into pp runs; the prelude, unit 0, is no run of its own."""
+    if pp == 1:
+        yield ((first, last),)
+        return
+    for end in range(max(first, 1) + 1, last - pp + 2):
+        for rest in _every_cut(last, pp - 1, end):
+            yield ((first, end), *rest)
+
+
+__all__ = ["ExactSearch", "Leaves", "Proven"]

@@ -1,0 +1,141 @@
+"""What the sweep found -> a tighter bound, and a better plan where the whole step as one program knows one.
+
+The sweep prices placements axis by axis and memory by lambda. Where all axes together are a program of modest size, its
+relaxation (`step_model.py`) bounds every plan of a mesh, and its solution under the policy of the best plan is one more
+plan to price. What is done depends on sizes alone, never on time, so plans stay the same from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from ..sharding.mesh import Mesh
+from .assignment import NoAssignment
+from .candidates import CHECKPOINTS, zeros_for
+from .exact import Leaves, floor_seconds, joint_problem, model_of
+from .problem import Built
+from .step_model import Policy, Uses
+
+if TYPE_CHECKING:
+    from .sweep import Candidate, Setting
+
+_MOST_CHOICES = 700  # of the vertices of a program that is solved at all
+_ALL_CHOICES = 3000  # of all programs of one search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joint:
+    built: Built
+    uses: Uses
+    alive: Sequence[Sequence[int]]
+
+
+@dataclass
+class Refiner:
+    """Joint programs of meshes, built once, as long as the budget of choices lasts."""
+
+    setting: Setting
+    leaves: Leaves
+    spent: int = 0
+
+    def __post_init__(self) -> None:
+        self._joint: dict[Mesh, _Joint | None] = {}
+
+    def joint(self, mesh: Mesh) -> _Joint | None:
+        """The program of a mesh, None where it is too large.
+
+        Raises:
+            NoAssignment: the mesh has no placements.
+        """
+        if mesh not in self._joint:
+            self._joint[mesh] = self._build(mesh)
+        return self._joint[mesh]
+
+    def _build(self, mesh: Mesh) -> _Joint | None:
+        uses = self.leaves.uses(mesh)
+        num_nodes = sum(len(template.nodes) for template in uses.space.graph.templates)
+        num_axes = sum(not axis.is_time for axis in mesh.axes)
+        # Two axes square the choices of a node: do not even list them where there are many nodes.
+        if self.spent + num_nodes * num_axes**2 > _ALL_CHOICES or num_nodes * num_axes**3 > _MOST_CHOICES // 2:
+            return None
+        built, alive = joint_problem(self.leaves, uses)
+        size = sum(map(len, alive))
+        if size > _MOST_CHOICES or self.spent + size > _ALL_CHOICES:
+            return None
+        self.spent += size
+        return _Joint(built=built, uses=uses, alive=alive)
+
+    def bound(self, best: Candidate, bounds: Mapping[Mesh, float]) -> float:
+        """A lower bound of all plans; `bounds` are lower bounds of every mesh, improved where they are below `best`."""
+        found = best.cost.step_seconds
+        for mesh in sorted(bounds, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches)):
+            if bounds[mesh] >= found:
+                break
+            better = self._floor(mesh)
+            found = min(found, max(better, bounds[mesh]))
+        return found
+
+    def _floor(self, mesh: Mesh) -> float:
+        try:
+            joint = self.joint(mesh)
+        except NoAssignment:
+            return inf
+        return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive)
+
+    def better(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Plans of the candidate's mesh and cut under every policy, as the whole program places them."""
+        try:
+            joint = self.joint(candidate.mesh)
+        except NoAssignment:
+            return
+        if joint is None:
+            return
+        for policy in self._policies(candidate):
+            found = self._solved(candidate.mesh, joint, policy, candidate.cost.step_seconds)
+            if found is not None:
+                yield found
+
+    def _policies(self, candidate: Candidate) -> Iterator[Policy]:
+        pinned = self.setting.pins.activation_checkpoint
+        for zero in zeros_for(candidate.mesh, self.setting.pins):
+            for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
+                yield Policy(
+                    stages=candidate.stages,
+                    zero=zero,
+                    schedule=candidate.schedule,
+                    activation_checkpoint=checkpoint,
+                )
+
+    def _solved(self, mesh: Mesh, joint: _Joint, policy: Policy, known: float) -> Candidate | None:
+        try:
+            model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
+            bound, chosen = model.solve(as_mip=False)
+            if bound >= known:
+                return None
+            if chosen is None:
+                bound, chosen = model.solve(as_mip=True)
+        except NoAssignment:
+            return None
+        assert chosen is not None
+        placements = joint.built.read(len(self.setting.graph.templates), chosen)
+        return self.leaves.price(mesh, placements, policy)
+
+    def rescue(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """A plan that fits where the sweep found none: the fastest, on the meshes and cuts of its candidates."""
+        fitting: list[Candidate] = []
+        for candidate in candidates:
+            if self.may_fit(candidate.mesh):
+                unbounded = replace(candidate, cost=replace(candidate.cost, step_seconds=inf))
+                fitting.extend(other for other in self.better(unbounded) if other.fits)
+        return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
+
+    def may_fit(self, mesh: Mesh) -> bool:
+        """Whether states alone, split over every rank, leave room."""
+        setting = self.setting
+        trained = sum(info.type.num_bytes for info in setting.graph.tensors.values() if info.type.requires_grad)
+        shards = mesh.pp * mesh.tp * (mesh.dp if max(zeros_for(mesh, setting.pins)) >= 2 else 1)
+        # Parameters and gradients at least.
+        return 2 * trained / shards <= setting.cluster.gpu.hbm_bytes

@@ -1,0 +1,205 @@
+"""Exhaustive search over every decision, without cost tables or integer programs: each plan is lowered and priced.
+
+What may be chosen is written down here a second time: meshes, microbatches, cuts, schedules, ZeRO stages,
+recomputation, and on every axis an option for every operation and a pair for every tensor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from autopar.planner.capture.graph import Kind, ModelGraph, Ref
+from autopar.planner.search.batch import find_batch_split
+from autopar.planner.search.candidates import Pins
+from autopar.planner.search.evaluate import Evaluator
+from autopar.planner.search.prices import Prices
+from autopar.planner.search.problem import Space
+from autopar.planner.sharding.mesh import MICROBATCH, Axis, Mesh
+from autopar.planner.sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, can_split, normal, split
+from autopar.planner.sharding.redistribute import COLLECTIVES, conversion, has_conversion
+from autopar.planner.sharding.rules import options_of
+
+UNSPLIT = ("none", "grad")
+
+
+@dataclass(frozen=True)
+class Price:
+    seconds: float
+    memory_bytes: int
+    what: str
+
+
+def every_plan(graph: ModelGraph, gpus: int, cluster, stack, pins: Pins) -> Iterator[Price]:
+    """The price of every plan there is; whether it fits is for the caller to say."""
+    batch = find_batch_split(Space(graph))
+    for pp, dp, tp in product(divisors(gpus), repeat=3):
+        sizes = {"pp": pp, "dp": dp, "tp": tp}
+        if pp * dp * tp != gpus or pp > len(graph.units) - 1 or graph.batch_size % dp:
+            continue
+        if any(sizes[name] != size for name, size in pins.mesh.items()):
+            continue
+        for microbatches in divisors(graph.batch_size // dp):
+            if microbatches > 1 and not batch.allows_microbatches:
+                continue
+            if pins.microbatch_size not in (None, graph.batch_size // dp // microbatches):
+                continue
+            mesh = Mesh(pp=pp, dp=dp, tp=tp, microbatches=microbatches)
+            yield from plans_on(graph, mesh, cluster, stack, batch.placements)
+
+
+def divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
+def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
+    prices = Prices(mesh=mesh, cluster=cluster, stack=stack)
+    units = len(graph.units)
+    for placements in every_placement(graph, mesh, batch_labels):
+        evaluator = Evaluator(
+            graph=graph, master=graph, placements=placements, prices=prices, optimizer="adamw", precision="fp32"
+        )
+        try:
+            _ = evaluator.program
+        except (KeyError, ValueError):
+            continue
+        for ends in combinations(range(2, units), mesh.pp - 1):
+            bounds = (0, *ends, units)
+            stages = tuple(zip(bounds, bounds[1:], strict=False))
+            for schedule in ("none",) if mesh.pp == 1 else ("gpipe", "1f1b"):
+                if schedule == "1f1b" and mesh.microbatches < mesh.pp:
+                    continue
+                for zero in (0, 2, 3) if mesh.dp > 1 else (0,):
+                    for checkpoint in ("none", "full"):
+                        try:
+                            cost = evaluator.evaluate(
+                                stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
+                            )
+                        except (KeyError, ValueError):
+                            continue
+                        what = f"{mesh} {stages} {schedule} zero={zero} {checkpoint} {placements}"
+                        yield Price(cost.step_seconds, cost.memory_bytes, what)
+
+
+def every_placement(graph: ModelGraph, mesh: Mesh, batch_labels) -> Iterator[tuple[dict, ...]]:
+    """Labels for every node of every template, those of all axes together."""
+    axes = [axis for axis in mesh.axes if not axis.is_time]
+    per_axis = [list(on_axis(graph, axis, batch_labels)) for axis in axes]
+    if mesh.microbatches > 1:
+        given = [{(t, name): labels[MICROBATCH] for t, p in enumerate(batch_labels) for name, labels in p.items()}]
+        axes, per_axis = [*axes, Axis(MICROBATCH, mesh.microbatches)], [*per_axis, given]
+    for chosen in product(*per_axis):
+        found: tuple[dict, ...] = tuple({} for _ in graph.templates)
+        for axis, labels in zip(axes, chosen, strict=True):
+            for (t, name), label in labels.items():
+                found[t].setdefault(name, {})[axis.name] = label
+        if all(divides(graph, found, t, node, mesh) for t, tm in enumerate(graph.templates) for node in tm.nodes):
+            yield found
+
+
+def divides(graph, placements, t, node, mesh) -> bool:
+    """Whether an operation that splits one factor over several axes has enough of it."""
+    if node.kind is not Kind.OP:
+        return True
+    labels = placements[t].get(node.name, {})
+    for option in options(graph, t, node):
+        takers = [axis for axis in mesh.axes if labels.get(axis.name) == option.label]
+        together = 1
+        for axis in takers:
+            together *= axis.size
+        if takers and ((option.extent and option.extent % together) or (option.one_axis and len(takers) > 1)):
+            return False
+    return True
+
+
+def options(graph, t, node):
+    return options_of(node, [graph.templates[t].type_of(ref) for ref in node.operands])
+
+
+def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[int, str], str]]:
+    """Every legal labelling on one axis, depth first over the nodes in order; all conversions exist."""
+    nodes = [(t, node) for t, template in enumerate(graph.templates) for node in template.nodes]
+    loss_template = graph.units[graph.loss.unit].template
+    loss_ref = graph.templates[loss_template].outputs[graph.loss.output]
+    pairs: dict[tuple[int, Ref], object] = {}
+    labels: dict[tuple[int, str], str] = {}
+
+    def choices(t, node):
+        if node.kind is not Kind.OP:
+            return [(str(pair), (pair,), ()) for pair in leaf_pairs(graph, t, node, axis)]
+        types = [graph.templates[t].type_of(ref) for ref in node.operands]
+        label_of_batch = batch_labels[t].get(node.name, {}).get(MICROBATCH, "none") if batch_labels else None
+        found = []
+        for option in options(graph, t, node):
+            if t and axis.name == "dp" and label_of_batch is not None:
+                if option.label not in (*UNSPLIT, label_of_batch) and not option.label.startswith("partial"):
+                    continue
+            if axis.name == "tp" and label_of_batch not in (None, *UNSPLIT) and option.label == label_of_batch:
+                continue
+            if option.extent % axis.size:
+                continue
+            makes = tuple(normal(p, v.requires_grad) for p, v in zip(option.outputs, node.outputs, strict=True))
+            wants = tuple(normal(p, v.requires_grad) for p, v in zip(option.operands, types, strict=True))
+            values = zip((*types, *node.outputs), (*wants, *makes), strict=True)
+            if all(can_split(v, {axis.name: p}, (axis,)) for v, p in values):
+                found.append((option.label, makes, wants))
+        return found
+
+    def visit(index: int):
+        if index == len(nodes):
+            if edges_exist() and any(splits(key, label) for key, label in labels.items()):
+                yield dict(labels)
+            return
+        t, node = nodes[index]
+        for label, makes, wants in choices(t, node):
+            template = graph.templates[t]
+            if not all(
+                may_become(pairs[t, ref], want, template.by_name[ref.node], axis)
+                for ref, want in zip(node.operands, wants, strict=True)
+            ):
+                continue
+            if t == loss_template and node.name == loss_ref.node and makes[loss_ref.index] not in (PARTIAL, REPLICATED):
+                continue
+            for i, pair in enumerate(makes):
+                pairs[t, Ref(node.name, i)] = pair
+            labels[t, node.name] = label
+            yield from visit(index + 1)
+
+    def splits(key, label):
+        t, name = key
+        is_operation = graph.templates[t].by_name[name].kind is Kind.OP
+        return t > 0 and is_operation and label not in UNSPLIT and not label.startswith("partial")
+
+    def edges_exist():
+        for unit in graph.units:
+            inputs = graph.templates[unit.template].of_kind(Kind.INPUT)
+            for node, value in zip(inputs, unit.inputs, strict=False):
+                source = graph.units[value.unit].template
+                made = pairs[source, graph.templates[source].outputs[value.output]]
+                if not has_conversion(made, pairs[unit.template, Ref(node.name)]):
+                    return False
+        return True
+
+    yield from visit(0)
+
+
+def may_become(made, wanted, node, axis) -> bool:
+    if not has_conversion(made, wanted):
+        return False
+    if node.kind is Kind.PARAMETER and axis.name == "tp" and made != wanted:
+        step = conversion(made, wanted)
+        return step.forward not in COLLECTIVES and step.backward not in COLLECTIVES
+    return True
+
+
+def leaf_pairs(graph: ModelGraph, t: int, node, axis: Axis):
+    value = node.output
+    if node.kind is Kind.INPUT and t == 0:
+        return [split(0) if axis.name == "dp" else REPLICATED]
+    splits = [split(dim) for dim in range(len(value.shape)) if value.shape[dim] % axis.size == 0]
+    if node.kind is Kind.INPUT:
+        return [*splits, REPLICATED, *([SUMMED_GRADIENT, PARTIAL] if value.requires_grad else [PARTIAL])]
+    if axis.name == "dp":
+        return [SUMMED_GRADIENT]
+    if len(value.shape) == 2 and splits:
+        return splits
+    return [REPLICATED, SUMMED_GRADIENT, *splits]

@@ -1,0 +1,104 @@
+"""`--exact` against an exhaustive search written apart from it, and the default mode against both."""
+
+import random
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import pytest
+from autopar.cost_models.hardware import load_cluster
+from autopar.cost_models.stacks import load_stack
+from autopar.planner.search.batch import find_batch_split
+from autopar.planner.search.candidates import Pins
+from autopar.planner.search.problem import Space
+from autopar.planner.search.sweep import NothingFits, Setting, search
+from autopar.planner.sharding.mesh import Axis
+from oracle import Price, every_plan, on_axis
+from random_graphs import random_graph
+
+CLUSTER, STACK = load_cluster("h100-sxm"), load_stack("eager")
+MOST_LABELLINGS = 300  # per axis: what the exhaustive search can afford
+EQUAL = 1e-6
+CLOSE = 1.01
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seed: int
+    binds: bool
+    exact: float
+    default: float
+
+
+def labellings(graph) -> int:
+    batch = find_batch_split(Space(graph)).placements
+    counts = [sum(1 for _ in islice(on_axis(graph, Axis(a, 2), batch), MOST_LABELLINGS + 1)) for a in ("dp", "tp")]
+    return max(counts)
+
+
+def problem(seed: int):
+    """A graph, a number of GPUs, and pins that leave most open."""
+    rng = random.Random(seed)
+    two_axes = seed % 8 == 7
+    graph = random_graph(seed, most_nodes=3 if two_axes else 5)
+    attempt = 0
+    while labellings(graph) > (30 if two_axes else MOST_LABELLINGS):
+        attempt += 1
+        graph = random_graph(seed + 10_000 * attempt, most_nodes=3 if two_axes else 5)
+    mesh: dict[str, int] = {}
+    gpus = 2
+    if two_axes:
+        gpus, mesh = 4, {"dp": 2, "tp": 2}
+        if len(graph.units) > 2 and rng.random() < 0.5:
+            mesh = {"pp": 2, rng.choice(("dp", "tp")): 2}
+    parts = 4 if graph.batch_size > 4 else rng.choice((2, 4))
+    size = None if graph.batch_size <= 4 and rng.random() < 0.3 else max(1, graph.batch_size // parts)
+    return graph, gpus, Pins(mesh=mesh, microbatch_size=size)
+
+
+def limited(plans: list[Price], rng: random.Random) -> int | None:
+    """A memory limit that excludes the fastest plan, None where every plan is as lean."""
+    fastest = min(plans, key=lambda plan: plan.seconds)
+    leaner = sorted({plan.memory_bytes for plan in plans if plan.memory_bytes < fastest.memory_bytes})
+    return rng.choice(leaner) if leaner else None
+
+
+def run(seed: int) -> Outcome:
+    graph, gpus, pins = problem(seed)
+    cluster = replace(CLUSTER, gpu=replace(CLUSTER.gpu, overhead_bytes=0))
+    plans = list(every_plan(graph, gpus, cluster, STACK, pins))
+    limit = limited(plans, random.Random(seed)) if seed % 4 else None
+    if limit is not None:
+        cluster = replace(cluster, gpu=replace(cluster.gpu, hbm_bytes=limit))
+    best = min((plan for plan in plans if limit is None or plan.memory_bytes <= limit), key=lambda plan: plan.seconds)
+    setting = Setting(
+        graph=graph, gpus=gpus, cluster=cluster, stack=STACK, precision="fp32", optimizer="adamw", pins=pins
+    )
+    exact = search(replace(setting, exact=True))
+    found = exact.best.cost.step_seconds
+    assert found == pytest.approx(best.seconds, rel=EQUAL), f"seed {seed}: {exact.best} is not {best}"
+    assert exact.is_complete
+    assert exact.bound_seconds <= best.seconds * (1 + EQUAL)
+    try:
+        default = search(setting)
+    except NothingFits:
+        return Outcome(seed, limit is not None, found, float("inf"))
+    assert default.bound_seconds <= best.seconds * (1 + EQUAL), f"seed {seed}: the bound is above the optimum"
+    assert default.best.cost.step_seconds >= best.seconds * (1 - EQUAL)
+    return Outcome(seed, limit is not None, found, default.best.cost.step_seconds)
+
+
+def check(seeds: range) -> None:
+    outcomes = [run(seed) for seed in seeds]
+    assert 2 * sum(outcome.binds for outcome in outcomes) >= len(outcomes)
+    close = [outcome for outcome in outcomes if outcome.default <= CLOSE * outcome.exact]
+    far = [outcome for outcome in outcomes if outcome not in close]
+    assert len(close) >= 0.95 * len(outcomes), far
+
+
+def test_equals_exhaustive_search_on_a_sample():
+    check(range(30))
+
+
+@pytest.mark.slow
+def test_equals_exhaustive_search():
+    check(range(30, 230))
