@@ -173,7 +173,8 @@ def _operation(step: Compute, scope: Scope, names: Mapping[Ref, str], number: in
 def _seed(ref: SeedRef, scope: Scope, number: int) -> str:
     coordinates = [f"{scope.handles[axis]}.get_local_rank()" for axis in ref.axes if axis in scope.handles]
     where = f", ({', '.join(coordinates)}{',' if len(coordinates) == 1 else ''})" if coordinates else ""
-    operation = f"{scope.operation_number} + {number}" if scope.operation_number else str(number)
+    first = scope.operation_number or "0"
+    operation = str(int(first) + number) if first.isdecimal() else f"{first} + {number}"
     return f"seed_of(*at, {operation}{where})"
 
 

@@ -55,11 +55,11 @@ def _described(modules: Modules, stages: Sequence[StageProgram]) -> str:
     """Which stages, what they hold, and what they are predicted to take where no constant says so."""
     names: dict[str, None] = {}
     for unit in (modules.graph.units[i] for stage in stages for i in range(stage.first, stage.last)):
-        names[f"the layers of {unit.fqn.rpartition('.')[0]}" if modules.in_layers(unit) else unit.fqn] = None
+        names[f"layers of {unit.fqn.rpartition('.')[0]}" if modules.in_layers(unit) else unit.fqn] = None
     held = [name for name in names if name]
     inside = " to ".join((held[0], held[-1])) if len(held) > 3 else ", ".join(held)
     first, last = stages[0].index, stages[-1].index
-    where = f"Stage {first}" if first == last else f"Stages {first} to {last}"
+    where = f"Stage {first}" if first == last else f"Stages {first} {'and' if last == first + 1 else 'to'} {last}"
     where = where if modules.is_pipeline else "The whole model"
     seconds = modules.options.stage_seconds
     predicted = "" if modules.layers or not seconds else f"; predicted {format_seconds(seconds[first])} per microbatch"
@@ -102,6 +102,8 @@ def _batch_dims(modules: Modules, stage: StageProgram) -> list[str]:
     groups = has_groups(modules)
     slices = {name: edge.batch for name, edge in prepared_values(modules, stage).items() if edge.batch is not None}
     inner = ", ".join(f"{quote(name)}: {literal(batch if groups else batch[0])}" for name, batch in slices.items())
+    if not slices:
+        return ["    batch_dims = {}", ""]
     note = "dim (and number of runs in it)" if groups else "dim"
     return [
         f"    # {note} of each value along which the microbatches are cut; other values are alike in all of them",

@@ -99,3 +99,23 @@ def _on_two_and_four(mesh) -> list[str]:
 @pytest.mark.gloo
 def test_every_change_of_pair_keeps_value_and_gradient(on_ranks) -> None:
     assert on_ranks(_on_two_and_four, dp=2, tp=2) == [[]] * 4
+
+
+def _added_gradients(mesh) -> list[list[float]]:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    parameters = [
+        torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh["tp"], [Replicate()], run_check=False))
+        for _ in range(2)
+    ]
+    one, other = parameters
+    for _ in range(2):
+        total = runtime.own_gradient(one.to_local()) + runtime.own_gradient(other.to_local())
+        (total * torch.tensor([1.0, 3.0])).sum().backward()
+    return [parameter.grad.to_local().tolist() for parameter in parameters]
+
+
+@pytest.mark.gloo
+def test_gradients_that_arrive_as_one_tensor_add_up_apart(on_ranks) -> None:
+    # Without own_gradient both would be [3, 9]: the second is added to the same memory twice.
+    assert on_ranks(_added_gradients, tp=2) == [[[2.0, 6.0], [2.0, 6.0]]] * 2
