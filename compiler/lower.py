@@ -288,7 +288,7 @@ def _grow(
     graph: ModelGraph, run: Run, unit: int, edges: tuple[Edge, ...], readers: Mapping[Value, set[int]]
 ) -> Run | None:
     before = run.units[-1]
-    if unit != before + 1:
+    if unit != before + 1 or not _passed_alike(graph, before, unit):
         return None
     template = graph.templates[run.template]
     for output in range(len(template.outputs)):
@@ -313,6 +313,23 @@ def _grow(
         if graph.type_of(run.edges[position].value).shape != graph.type_of(Value(before, output)).shape:
             return None
     return replace(run, units=(*run.units, unit), later=edges, carried=tuple(sorted(carried.items())))
+
+
+def _passed_alike(graph: ModelGraph, one: int, other: int) -> bool:
+    """Whether two units of a template read the same tensors where not every unit of it holds its own."""
+    units = [unit for unit in graph.units[PRELUDE + 1 :] if unit.template == graph.units[one].template]
+    first, second = dict(graph.units[one].tensors), dict(graph.units[other].tensors)
+    for node, fqn in first.items():
+        path = _path_inside(graph.units[one].fqn, fqn)
+        is_owned = path and all(_path_inside(unit.fqn, dict(unit.tensors)[node]) == path for unit in units)
+        if not is_owned and second[node] != fqn:
+            return False
+    return True
+
+
+def _path_inside(unit: str, fqn: str) -> str:
+    """The path of a tensor below its unit's module, "" where it lies elsewhere."""
+    return fqn.removeprefix(f"{unit}.") if fqn.startswith(f"{unit}.") else ""
 
 
 def _fed_alike(one: Edge, other: Edge, *, is_second: bool, is_carried: bool) -> bool:

@@ -10,7 +10,7 @@ from ..planner.capture.graph import ModelGraph
 from ..planner.driver import program_of
 from ..planner.errors import AutoparError
 from ..planner.plan import Plan
-from ..planner.plan_json import plan_to_json
+from ..planner.plan_json import plan_to_json, rounded
 from .exporters.pytorch import Provenance, options_of, render_files
 from .launchers.torchrun import render_training
 from .lower import lower
@@ -24,6 +24,7 @@ def render_package(plan: Plan, graph: ModelGraph) -> dict[str, str]:
     Raises:
         AutoparError: the plan does not fit the model, or holds something that cannot be written.
     """
+    plan = rounded(plan)  # emitted again from the file it is the same text
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
     options = options_of(plan)
     source = f"{Path(plan.model.path).name}:{plan.model.name}"
@@ -52,6 +53,9 @@ def write_files(files: dict[str, str], out: Path, *, force: bool) -> tuple[Path,
     """
     check_folder(out, force=force)
     try:
+        taken = [name for name in sorted(files) if (out / name).is_dir()]
+        if taken:
+            raise AutoparError(f"{out / taken[0]} is a folder", fix="move it away, or choose another folder with --out")
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".autopar-", dir=out) as folder:
             for name, text in sorted(files.items()):
@@ -74,11 +78,11 @@ def check_folder(out: Path, *, force: bool) -> None:
     Raises:
         AutoparError: as `emit_package`.
     """
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise AutoparError(f"{out} is a file", fix="choose a folder with --out")
     try:
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise AutoparError(f"{out} is a file", fix="choose a folder with --out")
         there = sorted(path.name for path in out.iterdir())
     except OSError as error:
         raise AutoparError(f"cannot read {out}: {error.strerror}", fix="choose another folder with --out") from error

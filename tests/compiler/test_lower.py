@@ -108,6 +108,20 @@ def test_a_block_that_is_read_elsewhere_ends_its_run() -> None:
     assert [run.units for run in model.stages[0].runs] == [(1,), (2, 3), (4, 5), (6,)]
 
 
+def test_a_block_that_reads_another_blocks_tensor_ends_its_run() -> None:
+    graph = _graph()
+    units = list(graph.units)
+    units[5] = Unit(template=2, fqn="h.3", inputs=units[5].inputs, tensors=(("fc.weight", "h.1.fc.weight"),))
+    shared = ModelGraph(
+        name="m", batch_size=4, inputs=graph.inputs, templates=graph.templates, units=tuple(units), loss=graph.loss,
+        tensors=graph.tensors,
+    )  # fmt: skip
+    model = _lower(shared, [(0, 7)])
+    assert [run.units for run in model.stages[0].runs] == [(1,), (2,), (3,), (4,), (5,), (6,)]
+    tied = _lower(_graph(tied=True), [(0, 7)])  # one tensor for all: a loop can pass it
+    assert [run.units for run in tied.stages[0].runs] == [(1,), (2, 3, 4, 5), (6,)]
+
+
 def test_a_skip_passes_through_the_stages_between() -> None:
     graph = _graph(skip=True)
     model = _lower(graph, [(0, 2), (2, 4), (4, 7)])
