@@ -32,6 +32,7 @@ from .step_collectives import HeldParameter, held_parameters, padded_bytes, prep
 # each block, or all but attention and every second matrix product of each block.
 RECOMPUTE = ("none", "full", "alternate", "most", "attention", "operations")
 _NONE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
+_SETTLED_ROUNDS = 4  # microbatches per stage after which a pipeline repeats itself
 _MOST_OF = 5  # "most": all blocks but every fifth
 
 
@@ -136,7 +137,19 @@ class Evaluator:
 
     @cached_property
     def master_program(self) -> ModelProgram:
-        return self.program if self.master is self.graph else model_program(self.master, self.placements, self.mesh)
+        """The same program over the stored dtypes: read for parameters only, so nothing is lowered again."""
+        pairs = zip(self.program.templates, self.master.templates, strict=True)
+        templates = tuple(replace(lowered, template=template) for lowered, template in pairs)
+        return replace(self.program, graph=self.master, templates=templates)
+
+    @cached_property
+    def _sharing(self) -> frozenset[int]:
+        """Units that hold a tensor which another unit holds too."""
+        holders: dict[str, set[int]] = {}
+        for index, unit in enumerate(self.graph.units):
+            for _, fqn in unit.tensors:
+                holders.setdefault(fqn, set()).add(index)
+        return frozenset(index for units in holders.values() if len(units) > 1 for index in units)
 
     # --- units ---
 
@@ -336,10 +349,17 @@ class Evaluator:
         return parts["total"] - parts["overhead"]
 
     def stage(self, first: int, last: int, *, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
-        key = (first, last, in_flight, zero, recompute)
+        key = (*self._kind_of_stage(first, last, recompute), in_flight, zero, recompute)
         if key not in self._stages:
             self._stages[key] = self._stage(first, last, in_flight, zero, recompute)
         return self._stages[key]
+
+    def _kind_of_stage(self, first: int, last: int, recompute: bool | str) -> tuple[object, ...]:
+        """Equal for stages that cost the same: the same templates in the same order, and the same shared tensors."""
+        if recompute in (_ALTERNATE, _MOST):
+            return first, last
+        shared = tuple(index for index in self._sharing if first <= index < last)
+        return first <= 1, shared, tuple(unit.template for unit in self.graph.units[max(first, 1) : last])
 
     def _stage(self, first: int, last: int, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
         units = [self.unit(index, recompute=recompute) for index in range(max(first, 1), last)]
@@ -612,13 +632,29 @@ class Evaluator:
         durations = {(s, FORWARD): cost.forward.total for s, cost in enumerate(costs)}
         durations |= {(s, BACKWARD): cost.backward.total for s, cost in enumerate(costs)}
         if interleave == 1:
-            return schedule_seconds(action_table(schedule, len(costs), microbatches), durations, sends)
+            return _simulated(schedule, microbatches, durations, sends)
         # Its messages are sent and received in one call that both sides wait for.
         for s, seconds in enumerate(sends):
             durations[s, FORWARD] += seconds
             durations[s + 1, BACKWARD] += seconds
         table = interleaved_table(len(costs) // interleave, interleave, microbatches)
         return schedule_seconds(table, durations)
+
+
+def _simulated(
+    schedule: str, microbatches: int, durations: Mapping[tuple[int, str], float], sends: Sequence[float]
+) -> float:
+    """Seconds of a schedule. Far beyond warm-up every further microbatch takes as long as the one before."""
+    stages = len(sends) + 1
+    settled = _SETTLED_ROUNDS * stages
+
+    def seconds(count: int) -> float:
+        return schedule_seconds(action_table(schedule, stages, count), durations, sends)
+
+    if stages == 1 or microbatches <= settled + stages:
+        return seconds(microbatches)
+    before = seconds(settled)
+    return before + (microbatches - settled) * (seconds(settled + stages) - before) / stages
 
 
 def _busy(cost: StageCost, microbatches: int) -> float:

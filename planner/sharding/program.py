@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
 from .mesh import MICROBATCH, Axis, Mesh
@@ -91,6 +92,11 @@ def option_named(node: Node, operands: Sequence[TensorType], label: str) -> Opti
     Raises:
         KeyError: the operation has no such option; the message lists what it has.
     """
+    return _option_named(node, tuple(operands), label)
+
+
+@lru_cache(maxsize=1 << 14)
+def _option_named(node: Node, operands: tuple[TensorType, ...], label: str) -> Option:
     options = options_of(node, operands, frozenset((label_groups(label),)))
     for option in options:
         if option.label == label or (label == "grad" and option.label == "none" and len(options) == 1):
