@@ -22,6 +22,7 @@ text { font: 11px ui-sans-serif, system-ui, sans-serif; fill: #1c2430; }
 .panel { fill: #f7f9fb; stroke: #c6d0da; } .op { fill: #fff; stroke: #9aa8b6; }
 .heavy { fill: #dcebff; stroke: #4a80c4; } .attention { fill: #ffe9d2; stroke: #c98332; }
 .input { fill: #eef3e6; stroke: #8ba86a; } .edge { fill: none; stroke: #8492a1; }
+.skip { stroke: #c0603c; stroke-width: 1.5; }
 .flow { fill: none; stroke: #3c4a5a; stroke-width: 2; }
 """
 
@@ -130,15 +131,26 @@ def _panel(
     for node in (node for layer in layers for node in layer):
         x, y = corners[node.name]
         for name in dict.fromkeys(ref.node for ref in node.operands if ref.node in corners):
-            from_x, from_y = corners[name][0] + _BOX_WIDTH / 2, corners[name][1] + _BOX_HEIGHT
-            to_x = x + _BOX_WIDTH / 2
-            bend = (y - from_y) / 2
-            edges.append(
-                f'<path class="edge" d="M {from_x:.0f} {from_y:.0f} C {from_x:.0f} {from_y + bend:.0f} '
-                f'{to_x:.0f} {y - bend:.0f} {to_x:.0f} {y:.0f}"/>'
-            )
+            edges.append(_edge(*corners[name], x, y))
         boxes.extend(_box(template, node, x, y))
     return [*shapes, *edges, *boxes], width, height
+
+
+def _edge(from_x: float, from_y: float, x: float, y: float) -> str:
+    """From the box whose corner is (from_x, from_y) to the one at (x, y); round the boxes between them in a column."""
+    if from_x == x and y - from_y > _BOX_HEIGHT + _GAP_Y:
+        right, out = x + _BOX_WIDTH, _GAP_X * 0.6
+        start, end = from_y + _BOX_HEIGHT / 2, y + _BOX_HEIGHT / 2
+        return (
+            f'<path class="edge skip" d="M {right:.0f} {start:.0f} q {out:.0f} 0 {out:.0f} {out:.0f} '
+            f'V {end - out:.0f} q 0 {out:.0f} {-out:.0f} {out:.0f}"/>'
+        )
+    start_x, start_y, end_x = from_x + _BOX_WIDTH / 2, from_y + _BOX_HEIGHT, x + _BOX_WIDTH / 2
+    bend = (y - start_y) / 2
+    return (
+        f'<path class="edge" d="M {start_x:.0f} {start_y:.0f} C {start_x:.0f} {start_y + bend:.0f} '
+        f'{end_x:.0f} {y - bend:.0f} {end_x:.0f} {y:.0f}"/>'
+    )
 
 
 def _layers(template: Template) -> list[list[Node]]:
