@@ -290,16 +290,29 @@ _VALUE_ERRORS = (
 )
 
 
+def _is_library_module(file: str) -> bool:
+    """A file of someone else's that holds modules: of torch.nn.modules, or of another installed package."""
+    if file.startswith(_TORCH):
+        return file.startswith(f"{_TORCH}/nn/modules/") and not file.endswith("/module.py")
+    return "site-packages" in file
+
+
 def _refusal(error: Exception) -> UnsupportedModel:
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((_TORCH, _HERE, "<")) and "site-packages" not in f.filename
-    ]
+    stack = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<"))]
+    frames = [f for f in stack if not f.filename.startswith(_TORCH) and "site-packages" not in f.filename]
     where = _line(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+    called = stack[stack.index(frames[-1]) + 1 :] if frames else stack
+    inside = [f for f in called if _is_library_module(f.filename)]
     code = where.partition(": ")[2]
     text = str(error).strip().splitlines()
     reads = type(error).__name__ in _VALUE_ERRORS or "meta tensors" in str(error) or "data-dependent" in str(error)
+    if reads and inside:
+        line = _line(inside[-1].filename, inside[-1].lineno or 0, inside[-1].name)
+        return UnsupportedModel(
+            f"a module of a library reads a tensor's value, which a plan made ahead of time cannot know: {line}",
+            where=where,
+            fix="build the module with options, or give it inputs, for which that line does not run",
+        )
     if reads:
         kind = re.match(r"(if|elif|while|assert|for)\b", code)
         subject = f"this `{kind[1]}`" if kind else "this line"

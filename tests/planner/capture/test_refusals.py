@@ -24,6 +24,17 @@ def test_reading_values_names_the_line(name, where):
     assert caught.value.fix
 
 
+def test_reading_values_in_a_library_names_its_line_too(model_file):
+    path = model_file(
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.bn = nn.BatchNorm1d(8, momentum=None)\n"
+        "    def forward(self, x):\n        return self.bn(x).square().mean()\n" + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match=r"batchnorm.py:\d+ in forward: .*num_batches_tracked") as caught:
+        capture(path)
+    assert "self.bn(x)" in caught.value.where
+
+
 def test_custom_autograd_function(model_file):
     path = model_file(
         "class Double(torch.autograd.Function):\n"
