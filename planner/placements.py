@@ -7,7 +7,7 @@ from .capture.graph import Kind, ModelGraph, Node, Template
 from .errors import UnsupportedModel
 from .plan import Plan
 from .sharding.mesh import Mesh
-from .sharding.placement import REPLICATED, can_split, parse_pair
+from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 
 _WHERE = "placements of the plan"
@@ -47,16 +47,14 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
     found = tuple(dict(plan.placements.get(template.name, {})) for template in graph.templates)
     for template, placement in zip(graph.templates, found, strict=True):
         for node in template.nodes:
-            wants, makes = node_layouts(template, node, placement, mesh.axes)
-            types = [template.type_of(ref) for ref in node.operands]
-            for value, layout in zip((*types, *node.outputs), (*wants, *makes), strict=True):
-                if not can_split(value, layout, mesh.axes):
-                    split = ", ".join(f"{axis}: {pair}" for axis, pair in layout.items() if pair != REPLICATED)
-                    raise AutoparError(
-                        f"a tensor of shape {value.shape} cannot be split as {split}",
-                        where=f"{template.name}: {node.name}",
-                        fix="choose another placement for this node, or another mesh",
-                    )
+            try:
+                node_layouts(template, node, placement, mesh.axes)
+            except ValueError as error:
+                raise AutoparError(
+                    str(error),
+                    where=f"placements of {template.name}",
+                    fix="choose another placement for this node, or another mesh",
+                ) from None
     return found
 
 

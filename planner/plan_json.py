@@ -149,6 +149,8 @@ def _parse(text: str, where: str) -> Json:
     except json.JSONDecodeError as error:
         place = f"{where}, line {error.lineno} column {error.colno}"
         raise AutoparError(f"not valid JSON: {error.msg}", where=place, fix="mend the JSON there") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise AutoparError(f"not a plan: {error}", where=where, fix="mend the number") from error
     except RecursionError as error:
         raise AutoparError("not a plan: nested too deeply", where=where) from error
 
@@ -158,7 +160,7 @@ def _check_version(data: Json, where: str) -> None:
         raise AutoparError(
             "not a plan: it has no schema_version", where=where, fix="give the plan.json that `autopar plan` wrote"
         )
-    if data["schema_version"] != SCHEMA_VERSION or isinstance(data["schema_version"], bool):
+    if type(data["schema_version"]) is not int or data["schema_version"] != SCHEMA_VERSION:
         raise AutoparError(
             f"the plan has schema_version {data['schema_version']!r}, this autopar reads {SCHEMA_VERSION}",
             where=where,

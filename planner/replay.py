@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from .errors import AutoparError
@@ -85,11 +86,21 @@ def graph_of(plan: Plan) -> ModelGraph:
     """Capture the model of a plan again.
 
     Raises:
-        AutoparError: the model is gone or cannot be captured.
+        AutoparError: the model is gone, cannot be captured, or is not the one that the plan was made for.
     """
     from .capture import capture_model
+    from .driver import fingerprint
 
     source = plan.model
-    return capture_model(
+    graph = capture_model(
         source.path, name=source.name, arguments=source.arguments, inputs=source.inputs, batch_size=plan.batch_size
     ).graph
+    found = fingerprint(graph, source.arguments)
+    if found != plan.fingerprint:
+        raise AutoparError(
+            f"the plan was made for another training step: its fingerprint is {plan.fingerprint}, this one's {found}",
+            where=f"{source.path}:{source.name}, batch {plan.batch_size}, torch {version('torch')} "
+            f"(planned with {plan.torch_version})",
+            fix="plan again: the model, its arguments, the batch size or torch have changed",
+        )
+    return graph

@@ -100,7 +100,7 @@ def plan(
         raise AutoparError("the number of GPUs is not given", fix=f"autopar plan {model} --gpus 8")
     set_values = parse_assignments(arguments or (), option="--set")
     input_texts = parse_assignments(inputs or (), option="--input")
-    pinned_mesh = parse_mesh(mesh, where=f"--mesh {mesh}") if mesh else {}
+    pinned_mesh = parse_mesh(mesh, where=f"--mesh {mesh}") if mesh is not None else {}
     from ...planner.driver import PlanRequest  # with torch, so after the options are known to be right
 
     request = PlanRequest(

@@ -59,12 +59,9 @@ def verify(
     begin = time.monotonic()
     path = os.path.abspath(plan.model.path)
     if graph is None:
-        from ...planner.capture import capture_model  # torch.export, not needed by ranks that import this package
+        from ...planner.replay import graph_of  # torch.export, not needed by ranks that import this package
 
-        model = plan.model
-        graph = capture_model(
-            path, name=model.name, arguments=model.arguments, inputs=model.inputs, batch_size=plan.batch_size
-        ).graph
+        graph = graph_of(plan)
     notes: list[str] = []
     if dtype == "auto" and (fixed := fixed_dtype(graph)):
         dtype = "float32"

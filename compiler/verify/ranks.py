@@ -6,6 +6,7 @@ forked safely (its children hang in the backward), and the caller may have. The 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -38,7 +39,8 @@ def _entry(function: Callable[..., object], arguments: tuple[object, ...], resul
     except BaseException as error:  # the parent reports it, whatever it is
         text = str(error).strip() or repr(error)
         answer = ("error", (f"{type(error).__name__}: {text}", traceback.format_exc()))
-    result.send(answer)
+    with contextlib.suppress(BrokenPipeError):  # the parent has heard enough from another rank
+        result.send(answer)
     result.close()
 
 

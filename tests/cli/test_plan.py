@@ -119,6 +119,28 @@ def test_emit_checks_an_edited_plan(run: Run, planned: Path) -> None:
         assert files(planned) == before
 
 
+def test_emit_refuses_a_mesh_that_does_not_divide(run: Run, planned: Path) -> None:
+    file = planned / "plan.json"
+    plan = json.loads(file.read_text())
+    plan["gpus"] = plan["mesh"]["tp"] = 5
+    file.write_text(json.dumps(plan))
+    found = run("emit", file, "--force", "--quiet")
+    assert (found.code, found.out) == (ExitCode.USAGE, "")
+    assert "tp=5" in found.err
+    assert "cannot be split" in found.err
+
+
+def test_a_plan_of_another_model_is_refused(run: Run, planned: Path, folder: Path) -> None:
+    before = files(planned)
+    (folder / "net.py").write_text(MODEL.replace("4 * width", "6 * width"))
+    for command in (("emit", planned / "plan.json", "--force"), ("verify", planned / "plan.json")):
+        found = run(*command, "--quiet")
+        assert (found.code, found.out) == (ExitCode.USAGE, "")
+        assert "made for another training step" in found.err
+        assert "plan again" in found.err
+    assert files(planned) == before
+
+
 def test_check_of_a_fresh_and_of_a_stale_plan(run: Run, planned: Path, folder: Path) -> None:
     file = planned / "plan.json"
     found = run("plan", "--check", file)

@@ -44,6 +44,20 @@ def test_refuses_a_file_as_folder(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+def test_a_folder_in_the_way_of_a_file_leaves_all_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "sharded_model.py").mkdir()
+    (tmp_path / "launch.sh").write_text("old")
+    with pytest.raises(AutoparError, match=r"sharded_model\.py is a folder"):
+        write_files(FILES, tmp_path, force=True)
+    assert (tmp_path / "launch.sh").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"sharded_model.py", "launch.sh"}
+
+
+def test_a_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match="File name too long"):
+        write_files(FILES, tmp_path / ("a" * 300), force=False)
+
+
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AutoparError, match="cannot"):

@@ -104,6 +104,7 @@ EDITS = [
     (("microbatch",), 4, "unknown key 'microbatch'", "'microbatches'"),
     (("schema_version",), 2, "schema_version 2", "plan again"),
     (("schema_version",), True, "schema_version True", "plan again"),
+    (("schema_version",), 1.0, "schema_version 1.0", "plan again"),
 ]
 
 
@@ -139,6 +140,7 @@ def test_missing_key(example_plan: Plan, key: str) -> None:
         ("[1, 2]", "no schema_version"),
         ('{"a": 1, "a": 2}', "stands twice"),
         ('{"schema_version": NaN}', "NaN"),
+        ('{"schema_version": ' + "9" * 5000 + "}", "not a plan: Exceeds the limit"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )
