@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one row of models for each")
     parser.add_argument("--mesh", default=MESHES, help="separated by semicolons; free: 8 ranks, all left to the search")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    parser.add_argument("--timeout-seconds", type=float, default=120.0, help="for each verification")
+    parser.add_argument("--timeout-seconds", type=float, default=300.0, help="for each verification")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     files = [arguments.models] if arguments.models.is_file() else sorted(arguments.models.glob("*.py"))

@@ -23,7 +23,7 @@ and priced by the evaluator of `autopar plan` with the hardware file of its clus
 and which rows are held out of every fit.
 
 MAPE: mean absolute error of the step time. Bias: mean signed error. OOM: share of the runs that ran out of memory which
-are called so; runs: share of the runs that ran which are called feasible. Regret: measured time of the configuration
+are called so; runs: share of the timed runs which are called feasible. Regret: measured time of the configuration
 ranked first, over the best measured, minus one, for sweeps of at least five configurations of one model on one cluster;
 tau: Kendall's rank correlation in those.
 """

@@ -36,7 +36,7 @@ class Predictor:
 
     _batch: dict[tuple[object, ...], Placements] = field(default_factory=dict)
     _tensor: dict[tuple[object, ...], Placements] = field(default_factory=dict)
-    _graphs: dict[tuple[object, ...], ModelGraph] = field(default_factory=dict)
+    _graphs: dict[tuple[object, ...], tuple[ModelGraph, ModelGraph]] = field(default_factory=dict)
 
     def predict(self, setup: Setup) -> Prediction:
         """The best of what the row leaves open.
@@ -75,9 +75,9 @@ class Predictor:
             raise ValueError(f"microbatches of {size} on dp={setup.dp} are more than the batch")
         mesh = Mesh(pp=setup.pp, dp=setup.dp, tp=setup.tp, microbatches=count)
         placements = self._placements(setup)
-        graph = self._graph(setup, placements, setup.dp * size * count)
+        graph, lowered = self._graphs_of(setup, placements, setup.dp * size * count)
         evaluator = Evaluator(
-            graph=in_precision(graph, setup.precision),
+            graph=lowered,
             master=graph,
             placements=placements,
             prices=Prices(mesh=mesh, cluster=setup.cluster, stack=setup.stack, replicas=setup.replicas),
@@ -93,11 +93,13 @@ class Predictor:
             interleave=interleave,
         )
 
-    def _graph(self, setup: Setup, placements: Placements, batch_size: int) -> ModelGraph:
-        key = (setup.shape, setup.layers, batch_size)
+    def _graphs_of(self, setup: Setup, placements: Placements, batch_size: int) -> tuple[ModelGraph, ModelGraph]:
+        """The graph in its stored dtypes and in those that run."""
+        key = (setup.shape, setup.layers, batch_size, setup.precision)
         if key not in self._graphs:
             batched = with_batch(captured(setup.shape), placements, batch_size)
-            self._graphs[key] = deepened(batched, setup.layers)
+            stored = deepened(batched, setup.layers)
+            self._graphs[key] = stored, in_precision(stored, setup.precision)
         return self._graphs[key]
 
     def _placements(self, setup: Setup) -> Placements:

@@ -69,7 +69,7 @@ def _score(results: Sequence[Result]) -> FamilyScore:
     memory = [e for e in (result.memory_error_percent for result in results) if e is not None]
     called = [result for result in results if result.fits is not None]
     oom = [not result.fits for result in called if result.row.ran_out_of_memory]
-    ran = [bool(result.fits) for result in called if not result.row.ran_out_of_memory]
+    ran = [bool(result.fits) for result in called if result.row.measured_seconds]
     sweeps = _sweeps(results)
     return FamilyScore(
         n=len(errors),
