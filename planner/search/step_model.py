@@ -824,7 +824,7 @@ class StepModel:
             if column is not None:
                 column.cat = pulp.LpInteger if as_mip else pulp.LpContinuous
         bound = self.constant
-        if any(column is not None for column in self.x.values()) or self.lp.constraints:
+        if self.num_columns:
             run_solver(self.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds)
             bound += pulp.value(self.lp.objective) or 0.0
         chosen: list[int] = []

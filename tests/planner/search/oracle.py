@@ -130,9 +130,10 @@ def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[
         label_of_batch = batch_labels[t].get(node.name, {}).get(MICROBATCH, "none") if batch_labels else None
         found = []
         for option in options(graph, t, node):
-            if t and axis.name == "dp" and label_of_batch is not None:
-                if option.label not in (*UNSPLIT, label_of_batch) and not option.label.startswith("partial"):
-                    continue
+            is_partial = option.label.startswith("partial")
+            on_dp = (*UNSPLIT, label_of_batch)
+            if t and axis.name == "dp" and label_of_batch is not None and not is_partial and option.label not in on_dp:
+                continue
             if axis.name == "tp" and label_of_batch not in (None, *UNSPLIT) and option.label == label_of_batch:
                 continue
             if option.extent % axis.size:
