@@ -206,6 +206,11 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
             tied=modules.has_ties,
             distributed=modules.has_dtensors,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
+            is_empty_somewhere=any(
+                all(axis not in tensor.partial for tensor in stage.tensors)
+                for axis in modules.reduced_axes
+                for stage in model.stages
+            ),
         )
     if modules.has_dtensors:
         yield step_functions.LOCAL_GRADIENT

@@ -194,9 +194,18 @@ def _gradient(distributed: bool) -> str:
 
 
 def reduce_gradients(
-    whole: Sequence[str], listed: Sequence[str], *, tied: bool, distributed: bool, several_dtypes: bool
+    whole: Sequence[str],
+    listed: Sequence[str],
+    *,
+    tied: bool,
+    distributed: bool,
+    several_dtypes: bool,
+    is_empty_somewhere: bool,
 ) -> str:
-    """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters."""
+    """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters.
+
+    `is_empty_somewhere`: some stage has no partial sum on one of the axes.
+    """
     lines = ["def reduce_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:"]
     steps = [f"all over {axis}" for axis in whole]
     steps += [f"`partial_{axis}` over {axis}" for axis in listed]
@@ -219,6 +228,8 @@ def reduce_gradients(
     if not whole and not listed:
         return text
     bucket = BUCKETS if several_dtypes else BUCKET
+    if is_empty_somewhere and not several_dtypes:
+        bucket = bucket.replace("    bucket =", "    if not gradients:\n        return\n    bucket =")
     return text + "\n\n\n" + bucket.replace("GRADIENT", _gradient(distributed))
 
 
