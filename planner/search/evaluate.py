@@ -124,8 +124,9 @@ class Evaluator:
     precision: str = "fp32"
     _templates: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
     _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, int]] = field(default_factory=dict, init=False)
-    _units: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
-    _stages: dict[tuple[object, ...], StageCost] = field(default_factory=dict, init=False)
+    _units: dict[tuple[object, ...], UnitCost] = field(default_factory=dict, init=False)
+    _steps: dict[int, list[_StepCost]] = field(default_factory=dict, init=False)
+    _stages: dict[tuple[object, ...], tuple[StageCost, Memory, int]] = field(default_factory=dict, init=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -156,9 +157,10 @@ class Evaluator:
     def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
         """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
         policy = self._policy(index, recompute)
-        key = (index, policy)
+        unit = self.graph.units[index]
+        sources = tuple((self.graph.units[value.unit].template, value.output) for value in unit.inputs)
+        key = (unit.template, policy, sources)
         if key not in self._units:
-            unit = self.graph.units[index]
             cost = self.template(unit.template, recompute=policy)
             forward, backward, kept = cost.forward, cost.backward, 0
             for position in range(len(unit.inputs)):
@@ -205,7 +207,9 @@ class Evaluator:
         policy = policy if lowered.template.is_module else _NONE
         key = (index, policy)
         if key not in self._templates:
-            steps = self._step_costs(lowered)
+            if index not in self._steps:
+                self._steps[index] = self._step_costs(lowered)
+            steps = self._steps[index]
             if policy == _NONE:
                 self._templates[key] = self._template(lowered, steps)
             else:
@@ -345,14 +349,15 @@ class Evaluator:
         """Parameters, gradients and optimizer state of one unit, for the cut."""
         stored = held_parameters(self.master_program, index, index + 1)
         held = held_parameters(self.program, index, index + 1)
-        parts = self._memory((), held, stored, 1, zero)
+        parts = self._with_activations(self._memory((), held, stored, zero), 0, 1)
         return parts["total"] - parts["overhead"]
 
     def stage(self, first: int, last: int, *, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
-        key = (*self._kind_of_stage(first, last, recompute), in_flight, zero, recompute)
+        key = (*self._kind_of_stage(first, last, recompute), zero, recompute)
         if key not in self._stages:
-            self._stages[key] = self._stage(first, last, in_flight, zero, recompute)
-        return self._stages[key]
+            self._stages[key] = self._stage(first, last, zero, recompute)
+        cost, still, saved = self._stages[key]
+        return replace(cost, memory_bytes=self._with_activations(still, saved, in_flight))
 
     def _kind_of_stage(self, first: int, last: int, recompute: bool | str) -> tuple[object, ...]:
         """Equal for stages that cost the same: the same templates in the same order, and the same shared tensors."""
@@ -361,7 +366,8 @@ class Evaluator:
         shared = tuple(index for index in self._sharing if first <= index < last)
         return first <= 1, shared, tuple(unit.template for unit in self.graph.units[max(first, 1) : last])
 
-    def _stage(self, first: int, last: int, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
+    def _stage(self, first: int, last: int, zero: int, recompute: bool | str) -> tuple[StageCost, Memory, int]:
+        """Cost without memory, memory without activations, and what one microbatch saves."""
         units = [self.unit(index, recompute=recompute) for index in range(max(first, 1), last)]
         forward, backward = Seconds(), Seconds()
         for unit in units:
@@ -379,14 +385,15 @@ class Evaluator:
             "tp": prelude.tp + self._partial_seconds(held, zero),
             "optimizer": self._optimizer_seconds(stored, zero),
         }
-        return StageCost(
+        cost = StageCost(
             forward=forward,
             backward=backward,
             step=step,
             send_seconds=0.0,
-            memory_bytes=self._memory(units, held, stored, in_flight, zero),
+            memory_bytes={},
             num_parameters=sum(_numel(parameter) for parameter in stored),
         )
+        return cost, self._memory(units, held, stored, zero), sum(unit.saved_bytes for unit in units)
 
     def send_seconds(self, boundary: int, edge: int) -> float:
         """Messages of one microbatch before unit `boundary`, from pipeline stage `edge` to the next."""
@@ -511,11 +518,10 @@ class Evaluator:
         units: Sequence[UnitCost],
         held: Sequence[HeldParameter],
         stored: Sequence[HeldParameter],
-        in_flight: float,
         zero: int,
-    ) -> dict[str, int]:
-        """Peak bytes by component. Under ZeRO with several microbatches FSDP2 keeps gathered parameters and unreduced
-        gradients until the last backward; with one microbatch only those of the groups at work."""
+    ) -> Memory:
+        """Peak bytes without activations and overhead. Under ZeRO with several microbatches FSDP2 keeps gathered
+        parameters and unreduced gradients until the last backward; with one only those of the groups at work."""
         dp = self.mesh.dp
         trained = sum(_bytes(parameter) for parameter in stored if parameter.trainable)
         frozen = sum(_bytes(parameter) for parameter in stored if not parameter.trainable)
@@ -536,10 +542,10 @@ class Evaluator:
             if keeps_gradients:
                 whole += sum(_by_group([p for p in held if p.trainable], dp).values())
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
-        memory += Memory(
-            activations=int(in_flight * sum(unit.saved_bytes for unit in units)),
-            temporary=max((unit.working_bytes for unit in units), default=0),
-        )
+        return memory + Memory(temporary=max((unit.working_bytes for unit in units), default=0))
+
+    def _with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
+        memory = replace(memory, activations=int(in_flight * saved_bytes))
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
         return memory.by_component()
 
