@@ -39,13 +39,13 @@ class _KeepEverything(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced = {
+        self.replaced: dict[Any, Callable[..., Any]] = {
             getattr(module, function): _kept(getattr(module, function), position, name)
             for (module, function), (position, name) in _PROBABILITY.items()
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.replaced.get(func, func)(*args, **(kwargs or {}))
+        return (self.replaced.get(func) or func)(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -136,12 +136,11 @@ def _share(
     if "dp" not in mesh.mesh_dim_names:
         return dict(inputs)
     dp = mesh["dp"]
-    return {
-        name: value
-        if batch_dims[name] is None
-        else value.chunk(dp.size(), batch_dims[name])[dp.get_local_rank()].contiguous()
-        for name, value in inputs.items()
-    }
+
+    def mine(value: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return value if dim is None else value.chunk(dp.size(), dim)[dp.get_local_rank()].contiguous()
+
+    return {name: mine(value, batch_dims[name]) for name, value in inputs.items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,6 @@ def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
-        group = torch._C._distributed_c10d._resolve_process_group(names[-1])
+        group = torch._C._distributed_c10d._resolve_process_group(names[-1])  # pyright: ignore[reportAttributeAccessIssue]
         return tuple(dist.get_process_group_ranks(group))
     return ()

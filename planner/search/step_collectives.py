@@ -10,6 +10,7 @@ is recorded on gloo ranks. What was measured there, and is relied on:
   kept the parameters: pipeline schedules (and the emitted loop) reshard only after the last backward. A gather happens
   at each forward that follows no backward, and at the first of consecutive backwards: microbatches + 1 a step, both
   for GPipe and 1F1B.
+- The root, what lies outside the blocks, is not resharded after a forward where there are blocks: gathered once a step.
 - A recomputation under FSDP gathers nothing more: the hook before the backward has already gathered.
 - Non-reentrant checkpointing stops the recomputation once the last saved tensor is there: collectives behind it are not
   repeated.
@@ -64,28 +65,25 @@ def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
     """The parameters of a stage, each once, in order of first use; the first stage also holds the unused ones."""
-    graph, mesh = program.graph, program.mesh
+    graph = program.graph
     found: dict[str, HeldParameter] = {}
+    parameters: dict[int, list[tuple[str, HeldParameter]]] = {}
     for index in range(max(first, 1), last):
         unit = graph.units[index]
-        lowered = program.templates[unit.template]
+        if unit.template not in parameters:
+            parameters[unit.template] = _parameters_of(program, unit.template)
         fqns = dict(unit.tensors)
-        for held in lowered.tensors:
-            node = lowered.template.by_name[held.ref.node]
-            if node.kind is not Kind.PARAMETER:
-                continue
-            fqn, layout = fqns[node.name], held.layout
+        is_module = graph.templates[unit.template].is_module
+        for name, alike in parameters[unit.template]:
+            fqn = fqns[name]
             before = found.get(fqn)
-            partial = frozenset(
-                a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad
-            )
             found[fqn] = HeldParameter(
                 fqn=fqn,
-                shape=held_shape(node.output, layout.get("tp", REPLICATED), mesh.tp),
-                dtype=node.output.dtype,
-                trainable=node.output.requires_grad,
-                partial=partial | (before.partial if before else frozenset()),
-                group=(unit.fqn if lowered.template.is_module else "") if before is None else before.group,
+                shape=alike.shape,
+                dtype=alike.dtype,
+                trainable=alike.trainable,
+                partial=alike.partial | before.partial if before else alike.partial,
+                group=(unit.fqn if is_module else "") if before is None else before.group,
             )
     if first <= 1:
         used = {fqn for unit in graph.units for _, fqn in unit.tensors}
@@ -102,8 +100,32 @@ def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldP
     return tuple(found.values())
 
 
+def _parameters_of(program: ModelProgram, template: int) -> list[tuple[str, HeldParameter]]:
+    """PARAMETER nodes of a template with what its units hold of each; without FQN and group."""
+    lowered = program.templates[template]
+    found: list[tuple[str, HeldParameter]] = []
+    for held in lowered.tensors:
+        node = lowered.template.by_name[held.ref.node]
+        if node.kind is not Kind.PARAMETER:
+            continue
+        layout = held.layout
+        partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
+        alike = HeldParameter(
+            fqn="",
+            shape=held_shape(node.output, layout.get("tp", REPLICATED), program.mesh.tp),
+            dtype=node.output.dtype,
+            trainable=node.output.requires_grad,
+            partial=partial,
+            group="",
+        )
+        found.append((node.name, alike))
+    return found
+
+
 def padded_bytes(held: HeldParameter, dp: int) -> int:
-    """Bytes of the parameter in FSDP2's gathered buffer."""
+    """Bytes of the parameter in FSDP2's gathered buffer; one without dimensions is never split."""
+    if not held.shape:
+        return ITEM_BYTES[held.dtype]
     rows = -(-held.shape[0] // dp) * dp
     return rows * prod(held.shape[1:]) * ITEM_BYTES[held.dtype]
 
@@ -272,7 +294,8 @@ def _once_a_step(
     held = held_parameters(program, first, last)
     shards = mesh.dp if zero >= 2 else 1
     if shards > 1:
-        yield from _fsdp(held, mesh.dp, zero, mesh.microbatches)
+        has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
+        yield from _fsdp(held, mesh.dp, zero, mesh.microbatches, has_blocks=has_blocks)
     trainable = [parameter for parameter in held if parameter.trainable]
     for axis in ("dp", "tp"):
         if axis == "tp" or shards == 1:
@@ -302,7 +325,7 @@ def loss_axes(program: ModelProgram) -> tuple[str, ...]:
 
 
 def _fsdp(
-    held: Iterable[HeldParameter], dp: int, zero: int, microbatches: int
+    held: Iterable[HeldParameter], dp: int, zero: int, microbatches: int, *, has_blocks: bool
 ) -> Iterator[tuple[str, str, int, str, int]]:
     gathered: Counter[str] = Counter()
     scattered: Counter[str] = Counter()
@@ -311,7 +334,8 @@ def _fsdp(
         if parameter.trainable:
             scattered[parameter.group] += padded_bytes(parameter, dp)
     for group, num_bytes in gathered.items():
-        yield "dp", "all_gather", num_bytes, "fsdp", 1 if zero == 2 else microbatches + 1
+        is_kept = zero == 2 or (has_blocks and not group)
+        yield "dp", "all_gather", num_bytes, "fsdp", 1 if is_kept else microbatches + 1
         if scattered[group]:
             yield "dp", "reduce_scatter", scattered[group], "fsdp", 1
 

@@ -131,9 +131,11 @@ def _fully_sharded(blocks: Sequence[str], *, reshard: bool) -> list[str]:
         lines.append("    for module in stage.modules():")
         lines += layout(f"if isinstance(module, {kinds}):", "        ")
         lines.append(f"            fully_shard(module, {arguments})")
+    # What lies outside the blocks is needed again at once in the backward: by default the root is not resharded.
+    whole = 'mesh=mesh["dp"]' if blocks and reshard else arguments
     return [
         *lines,
-        f"    fully_shard(stage, {arguments})",
+        f"    fully_shard(stage, {whole})",
         "    for module in stage.modules():",
         "        if isinstance(module, FSDPModule):",
         "            # Gradients are plain sums: the loss is already divided by the global count.",

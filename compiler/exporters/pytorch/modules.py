@@ -75,7 +75,7 @@ class Modules:
     @cached_property
     def blocks(self) -> dict[int, str]:
         """Template index -> class name, for templates that are modules of their own."""
-        taken = set(CLASSES)
+        taken: set[str] = set(CLASSES)
         fqns: dict[str, set[int]] = {}
         for unit in self.graph.units[1:]:
             fqns.setdefault(unit.fqn, set()).add(unit.template)
@@ -118,16 +118,17 @@ class Modules:
         ranges: list[tuple[int, int]] = []
         for stage in self.model.stages:
             runs = [run for run in stage.runs if run.units[0] in units]
-            if len(runs) != 1 or not runs[0].later:
+            if len(runs) != 1 or not any(run.later for run in runs):
                 return None
-            ranges.append((int(numbers[runs[0].units[0]]), int(numbers[runs[0].units[-1]]) + 1))
+            inside = [int(numbers[unit]) for run in runs for unit in run.units]
+            ranges.append((inside[0], inside[-1] + 1))
         return Layers(parent=parent, template=templates.pop(), ranges=tuple(ranges), offset=offsets.pop())
 
     def in_layers(self, unit: Unit) -> bool:
         return self.layers is not None and self.layers.holds(unit)
 
     def is_looped(self, run: Run) -> bool:
-        return len(run.units) > 1 or self.in_layers(self.graph.units[run.units[0]])
+        return self.in_layers(self.graph.units[run.units[0]]) or len(run.units) > 1
 
     @cached_property
     def prelude_names(self) -> dict[Value, str]:
