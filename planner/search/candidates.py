@@ -7,7 +7,7 @@ pipeline and the optimizer on the smallest share of the parameters. No placement
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...cost_models.compute import device_seconds, host_seconds
@@ -35,6 +35,7 @@ class Pins:
     schedule: str | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None
+    zero_stages: tuple[int, ...] = ZERO_STAGES  # those that the model's parameters allow
 
     def check(self) -> None:
         """Refuse values that no plan can have.
@@ -76,7 +77,7 @@ class WholeModel:
     device_seconds: float
     host_seconds: float  # one microbatch: launches of every unit, forward and backward
     trained_bytes: int
-    trained_tensors: int
+    tensors_by_unit: tuple[int, ...]  # parameters that a unit trains, those of tied ones where they are first used
 
 
 def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack) -> WholeModel:
@@ -93,17 +94,49 @@ def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack
             device += space.counts[t] * (ahead + back)
             launches = host_seconds(work.forward, gpu, stack=stack) + host_seconds(work.backward, gpu, stack=stack)
             host += space.counts[t] * launches
-    trained = [info.type.num_bytes for info in master.tensors.values() if info.type.requires_grad]
+    trained = {fqn: info.type.num_bytes for fqn, info in master.tensors.items() if info.type.requires_grad}
     return WholeModel(
-        device_seconds=device, host_seconds=host, trained_bytes=sum(trained), trained_tensors=len(trained)
+        device_seconds=device,
+        host_seconds=host,
+        trained_bytes=sum(trained.values()),
+        tensors_by_unit=_first_uses(graph, trained),
     )
+
+
+def _first_uses(graph: ModelGraph, trained: Mapping[str, int]) -> tuple[int, ...]:
+    seen: set[str] = set()
+    counts = []
+    for unit in graph.units[1:]:
+        held = {
+            fqn
+            for name, fqn in unit.tensors
+            if fqn in trained and graph.templates[unit.template].by_name[name].output.requires_grad
+        }
+        counts.append(len(held - seen))
+        seen |= held
+    return tuple(counts)
+
+
+def least_largest(counts: Sequence[int], parts: int) -> int:
+    """The smallest that the largest sum can be when a sequence is cut into at most `parts` runs."""
+    low, high = max((*counts, 0)), sum(counts)
+    while low < high:
+        middle = (low + high) // 2
+        runs, room = 1, middle
+        for count in counts:
+            if count > room:
+                runs, room = runs + 1, middle
+            room -= count
+        low, high = (low, middle) if runs <= parts else (middle + 1, high)
+    return low
 
 
 def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool) -> float:
     """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too."""
     through = max(whole.device_seconds / (mesh.dp * mesh.tp * mesh.microbatches), whole.host_seconds)
     share = whole.trained_bytes // (mesh.pp * mesh.tp * (mesh.dp if shards else 1))
-    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=whole.trained_tensors // mesh.pp)
+    fullest = least_largest(whole.tensors_by_unit, mesh.pp)
+    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=fullest)
     return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
 
 
@@ -153,6 +186,8 @@ def _refusal(graph: ModelGraph, sizes: Mapping[str, int], pins: Pins) -> str:
         return f"dp={dp} does not divide batch {graph.batch_size}"
     if pp > num_cuttable(graph):
         return f"pp={pp} needs {pp} pieces, the model has {num_cuttable(graph)}"
+    if pins.zero and pins.zero not in pins.zero_stages:
+        return f"zero={pins.zero} cannot split {_scalar_parameters(graph)[0]}, a parameter without dimensions"
     if pins.zero and dp == 1:
         return f"zero={pins.zero} splits over dp, and dp=1"
     if pins.schedule == "none" and pp > 1:
@@ -185,6 +220,15 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
     return counts, "" if counts else reason
 
 
+def zero_stages(graph: ModelGraph) -> tuple[int, ...]:
+    """The ZeRO stages that can be emitted: FSDP2 splits dim 0, which scalar parameters lack."""
+    return (0,) if _scalar_parameters(graph) else ZERO_STAGES
+
+
+def _scalar_parameters(graph: ModelGraph) -> list[str]:
+    return [name for name, info in graph.tensors.items() if not info.is_buffer and not info.type.shape]
+
+
 def schedules_for(mesh: Mesh, pins: Pins) -> list[str]:
     """Schedules that can run, those that keep fewer activations first."""
     names = schedule_names() if pins.schedule is None else (pins.schedule,)
@@ -195,7 +239,7 @@ def schedules_for(mesh: Mesh, pins: Pins) -> list[str]:
 def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     if pins.zero is not None:
         return (pins.zero,)
-    return ZERO_STAGES if mesh.dp > 1 else (0,)
+    return pins.zero_stages if mesh.dp > 1 else (0,)
 
 
 def _divisors(number: int) -> list[int]:

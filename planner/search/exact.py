@@ -123,7 +123,7 @@ class ExactSearch:
     def _cuts(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
         last = len(uses.space.graph.units)
         for schedule in schedules_for(mesh, self.setting.pins):
-            for stages in _every_cut(last, mesh.pp):
+            for stages in every_cut(last, mesh.pp):
                 yield bound, replace(policy, schedule=schedule, stages=stages)
 
     def _leaf(self, mesh: Mesh, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> bool:
@@ -183,14 +183,14 @@ def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Se
         return inf
 
 
-def _every_cut(last: int, pp: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+def every_cut(last: int, pp: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
     """Every way to cut units [first, last) into pp runs; the prelude, unit 0, is no run of its own."""
     if pp == 1:
         yield ((first, last),)
         return
     for end in range(max(first, 1) + 1, last - pp + 2):
-        for rest in _every_cut(last, pp - 1, end):
+        for rest in every_cut(last, pp - 1, end):
             yield ((first, end), *rest)
 
 
-__all__ = ["ExactSearch", "Leaves", "Proven"]
+__all__ = ["ExactSearch", "Leaves", "Proven", "every_cut", "floor_seconds", "joint_problem", "model_of"]

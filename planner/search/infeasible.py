@@ -22,7 +22,7 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     parts = sorted(((size, name) for name, size in cost.memory_bytes.items() if name != "total" and size), reverse=True)
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
     mesh = ",".join(f"{name}={size}" for name, size in least.mesh.sizes.items())
-    nearest = next(_changes(setting), None)
+    nearest = next(_changes(setting, least), None)
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",
         where=f"stage {stage} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
@@ -31,8 +31,8 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     )
 
 
-def _changes(setting: Setting) -> Iterator[str]:
-    """Changes that were searched and fit, the smallest first."""
+def _changes(setting: Setting, least: Candidate) -> Iterator[str]:
+    """Changes that fit, the smallest first: searched, but for the batch, whose activations are scaled."""
     pins = setting.pins
     for name, text in (
         ("activation_checkpoint", "activation checkpointing"),
@@ -44,13 +44,28 @@ def _changes(setting: Setting) -> Iterator[str]:
             yield f"let {text} free (not pinned)"
     if pins.mesh and _fits(replace(setting, pins=replace(pins, mesh={}))):
         yield "let the mesh free (not pinned)"
-    free = Pins(mesh={})
+    free = Pins(mesh={}, zero_stages=setting.pins.zero_stages)
     factor = 2
     while factor <= _MOST_GPUS_FACTOR:
         gpus = setting.gpus * factor
         if _fits(replace(setting, gpus=gpus, pins=free)):
             yield f"use {gpus} GPUs"
         factor *= 2
+
+
+def _smaller_batch(setting: Setting, least: Candidate) -> Iterator[str]:
+    """The largest batch that the same plan holds, where all of its activations are alive at once."""
+    mesh, batch = least.mesh, setting.graph.batch_size
+    if mesh.microbatches > 1 and least.schedule != "gpipe":
+        return
+    fullest = max(least.cost.stages, key=lambda stage: stage.memory_bytes["total"]).memory_bytes
+    moving = fullest["activations"] + fullest["temporary"]
+    for size in range(batch - 1, 0, -1):
+        if batch % size or size % mesh.dp or (mesh.microbatches > 1 and batch // size > mesh.microbatches):
+            continue
+        if fullest["total"] - moving * (1 - size / batch) <= setting.cluster.gpu.hbm_bytes:
+            yield f"use a batch of {size}, by the size of its activations"
+            return
 
 
 def _fits(setting: Setting) -> bool:

@@ -8,14 +8,15 @@ plan to price. What is done depends on sizes alone, never on time, so plans stay
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
 from ..sharding.mesh import Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, zeros_for
-from .exact import Leaves, floor_seconds, joint_problem, model_of
+from .candidates import CHECKPOINTS, schedules_for, zeros_for
+from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .problem import Built
 from .step_model import Policy, Uses
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from .sweep import Candidate, Setting
 
 _MOST_CHOICES = 700  # of the vertices of a program that is solved at all
+_MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
 _ALL_CHOICES = 3000  # of all programs of one search
+
+Cut = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,28 +90,23 @@ class Refiner:
         return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive)
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Plans of the candidate's mesh and cut under every policy, as the whole program places them."""
+        """Plans of the candidate's mesh and cut, under every policy, as the whole program places them."""
+        yield from self._placed(candidate.mesh, candidate.schedule, (candidate.stages,), candidate.cost.step_seconds)
+
+    def _placed(self, mesh: Mesh, schedule: str, cuts: Sequence[Cut], known: float) -> Iterator[Candidate]:
         try:
-            joint = self.joint(candidate.mesh)
+            joint = self.joint(mesh)
         except NoAssignment:
             return
         if joint is None:
             return
-        for policy in self._policies(candidate):
-            found = self._solved(candidate.mesh, joint, policy, candidate.cost.step_seconds)
+        pinned = self.setting.pins.activation_checkpoint
+        zeros = zeros_for(mesh, self.setting.pins)
+        for stages, zero, checkpoint in product(cuts, zeros, CHECKPOINTS if pinned is None else (pinned,)):
+            policy = Policy(stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint)
+            found = self._solved(mesh, joint, policy, known)
             if found is not None:
                 yield found
-
-    def _policies(self, candidate: Candidate) -> Iterator[Policy]:
-        pinned = self.setting.pins.activation_checkpoint
-        for zero in zeros_for(candidate.mesh, self.setting.pins):
-            for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
-                yield Policy(
-                    stages=candidate.stages,
-                    zero=zero,
-                    schedule=candidate.schedule,
-                    activation_checkpoint=checkpoint,
-                )
 
     def _solved(self, mesh: Mesh, joint: _Joint, policy: Policy, known: float) -> Candidate | None:
         try:
@@ -123,13 +122,17 @@ class Refiner:
         placements = joint.built.read(len(self.setting.graph.templates), chosen)
         return self.leaves.price(mesh, placements, policy)
 
-    def rescue(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """A plan that fits where the sweep found none: the fastest, on the meshes and cuts of its candidates."""
+    def rescue(self, meshes: Iterable[Mesh], found: Sequence[Candidate]) -> Candidate | None:
+        """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""
         fitting: list[Candidate] = []
-        for candidate in candidates:
-            if self.may_fit(candidate.mesh):
-                unbounded = replace(candidate, cost=replace(candidate.cost, step_seconds=inf))
-                fitting.extend(other for other in self.better(unbounded) if other.fits)
+        for mesh in meshes:
+            if not self.may_fit(mesh):
+                continue
+            cuts = tuple(islice(every_cut(len(self.setting.graph.units), mesh.pp), _MOST_CUTS + 1))
+            if len(cuts) > _MOST_CUTS:
+                cuts = tuple(dict.fromkeys(candidate.stages for candidate in found if candidate.mesh == mesh))
+            schedule = schedules_for(mesh, self.setting.pins)[0]
+            fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
 
     def may_fit(self, mesh: Mesh) -> bool:

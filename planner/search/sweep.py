@@ -147,7 +147,7 @@ class _Sweep:
                     best = min(best, candidate.cost.step_seconds)
         refiner = Refiner(setting, self._leaves())
         if best == inf:
-            self._keep(refiner.rescue(tuple(self.found)))
+            self._keep(refiner.rescue(order, self.found))
         else:
             for better in tuple(refiner.better(min(self._fitting(), key=_rank))):
                 self._keep(better)
