@@ -129,7 +129,8 @@ def batches(model_file: ModuleType, batch_size: int, seed: int) -> Iterator[dict
     if not hasattr(model_file, "example_inputs"):
         raise SystemExit("the model file has neither training_batches(batch_size) nor example_inputs(batch_size)")
     arguments = accepted(model_file.example_inputs)
-    batch = named(model_file.example_inputs(batch_size, **arguments))
+    sizes = (batch_size,) if inspect.signature(model_file.example_inputs).parameters else ()
+    batch = named(model_file.example_inputs(*sizes, **arguments))
     while True:
         yield batch
 
@@ -149,19 +150,25 @@ class TrainingState(Stateful):
     def __init__(self, stage: nn.Module, optimizer: torch.optim.Optimizer):
         self.stage, self.optimizer, self.step = stage, optimizer, 0
         self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+        self.has_parameters = any(True for _ in stage.parameters())  # a stage may have none
 
     def state_dict(self) -> dict[str, object]:
+        if not self.has_parameters:
+            return {"model": self.stage.state_dict(), "step": torch.tensor(self.step)}
         model, optimizer = get_state_dict(self.stage, self.optimizer, options=self.options)
         return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        set_state_dict(
-            self.stage,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-            options=self.options,
-        )
+        if self.has_parameters:
+            set_state_dict(
+                self.stage,
+                self.optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+                options=self.options,
+            )
+        else:
+            self.stage.load_state_dict(state_dict["model"])
         self.step = int(state_dict["step"])
 
 
@@ -188,11 +195,12 @@ def main() -> None:
     data_rank = mesh.get_local_rank("dp") if "dp" in (mesh.mesh_dim_names or ()) else 0
     model_file = load_model_file(arguments.model_file)
     stage = build_stage(mesh, device)
+    parameters = [{"params": list(stage.parameters())}]
     if arguments.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(stage.parameters(), lr=arguments.lr, weight_decay=arguments.weight_decay)
+        optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=arguments.weight_decay)
     else:
         optimizer = torch.optim.SGD(
-            stage.parameters(), lr=arguments.lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay
+            parameters, lr=arguments.lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay
         )
     state = TrainingState(stage, optimizer)
     if arguments.resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -164,7 +165,8 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
     texts = (*blocks, *stages.values())
     if any("Weights(" in text or "(Weights)" in text for text in texts):
         by_name = any("(Weights)" in text or "**{" in text for text in texts)
-        yield module_functions.weights(by_name=by_name)
+        has_self = any(re.search(r"\bself=", text) for text in texts)
+        yield module_functions.weights(by_name=by_name, has_self=has_self)
     yield from texts
     if any("recomputed(" in text for text in stages.values()):
         yield module_functions.RECOMPUTED

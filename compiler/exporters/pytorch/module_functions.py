@@ -34,8 +34,10 @@ _WEIGHTS_BY_NAME = """
         setattr(self, name, member)"""
 
 
-def weights(*, by_name: bool) -> str:
-    return _WEIGHTS + (_WEIGHTS_BY_NAME if by_name else "")
+def weights(*, by_name: bool, has_self: bool) -> str:
+    """`by_name`: members are indexed by name; `has_self`: one of them is called self."""
+    text = _WEIGHTS + (_WEIGHTS_BY_NAME if by_name else "")
+    return text.replace("__init__(self, **members", "__init__(self, /, **members") if has_self else text
 
 
 def parameter(*, tp: bool, dtype: bool, frozen: bool) -> str:
