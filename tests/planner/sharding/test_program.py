@@ -16,7 +16,7 @@ from autopar.planner.capture.graph import (
     Value,
 )
 from autopar.planner.sharding.mesh import Mesh
-from autopar.planner.sharding.program import Compute, Convert, local_program, model_program
+from autopar.planner.sharding.program import Compute, Convert, ModelProgram, local_program, model_program
 
 B, C, H = 8, 16, 64
 
@@ -129,3 +129,53 @@ def test_labels_and_splits_that_cannot_be_are_refused() -> None:
     local_program(_mlp(), crossing, Mesh(dp=2, tp=2))
     with pytest.raises(ValueError, match="cannot be split"):
         local_program(_mlp(), crossing, Mesh(dp=4, tp=2))
+
+
+def _prelude_reader(placed: dict[str, str], mesh: Mesh, wanted: dict[str, str]) -> ModelProgram:
+    """A block that multiplies by a value of the prelude, made as `placed` and read as `wanted`."""
+    prelude = Template(
+        name="Prelude",
+        pattern="",
+        nodes=(Node(name="x", kind=Kind.INPUT, outputs=(TensorType(shape=(B, C)),)),),
+        outputs=(Ref("x"),),
+    )
+    nodes = (
+        Node(name="x", kind=Kind.INPUT, outputs=(TensorType(shape=(B, C)),)),
+        Node(name="scale", kind=Kind.PARAMETER, outputs=(_type(C),)),
+        _op("mul", "aten.mul.Tensor", (Ref("x"), Ref("scale")), B, C),
+    )
+    block = Template(name="Block", pattern="block", nodes=nodes, outputs=(Ref("mul"),))
+    graph = ModelGraph(
+        name="m",
+        batch_size=B,
+        inputs=(ModelInput(name="x", type=TensorType(shape=(B, C)), batch_dim=0),),
+        templates=(prelude, block),
+        units=(
+            Unit(template=0, fqn="", inputs=()),
+            Unit(template=1, fqn="block", inputs=(Value(0, 0),), tensors=(("scale", "scale"),)),
+        ),
+        loss=Value(1, 0),
+        tensors={"scale": ParameterInfo(type=_type(C))},
+    )
+    return model_program(graph, ({"x": placed}, {"x": wanted}), mesh)
+
+
+def test_values_of_the_prelude_are_converted_once_a_step_before_they_are_sliced() -> None:
+    program = _prelude_reader({"tp": "S(1)"}, Mesh(tp=2, microbatches=2), {"microbatch": "S(0)"})
+    prepared = program.prepared(1, 0)
+    assert prepared is not None
+    (gather,) = prepared
+    assert (gather.axis, gather.conversion.function) == ("tp", "all_gather_replicated")
+    assert gather.after.shape == (B, C)  # of the whole step, not of one microbatch
+
+
+def test_conversions_that_must_follow_the_slice_stay_with_the_microbatches() -> None:
+    # The microbatch's rows are split over tp: not the rows of the step.
+    program = _prelude_reader({}, Mesh(tp=2, microbatches=2), {"microbatch": "S(0)", "tp": "S(0)"})
+    assert program.prepared(1, 0) is None
+    assert [change.axis for change in program.edge(1, 0)[1]] == ["microbatch", "tp"]
+
+
+def test_values_that_lie_as_wanted_need_no_preparation() -> None:
+    program = _prelude_reader({}, Mesh(tp=2), {})
+    assert program.prepared(1, 0) == ()
