@@ -21,7 +21,7 @@ class MatrixFactorization(nn.Module):
         return F.mse_loss(score, ratings)
 
 
-def build(num_users: int = 1024, num_items: int = 512, rank: int = 32) -> MatrixFactorization:
+def build(num_users: int = 1024, num_items: int = 512, rank: int = 100) -> MatrixFactorization:
     return MatrixFactorization(num_users, num_items, rank)
 
 

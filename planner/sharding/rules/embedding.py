@@ -10,6 +10,9 @@ from ..placement import PARTIAL, SUMMED_GRADIENT, split
 from .factors import factor_options
 from .registry import AxisRef, Call, Labels, LocalTypes, Operand, OpRule, Option, Saved, register, same_call
 
+# Source: CUDA C++ Programming Guide, device memory accesses: DRAM and L2 are read in sectors of 32 bytes.
+_SECTOR_BYTES = 32
+
 
 def _flag(node: Node, position: int, name: str, default: object) -> object:
     return node.args[position] if len(node.args) > position else dict(node.kwargs).get(name, default)
@@ -43,12 +46,17 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
 
 
 def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
-    """Gathers rows; backward clears a gradient of the table and adds every output row to it."""
+    """Gathers rows; backward clears a gradient of the table and adds every output row to it.
+
+    A row at random takes whole sectors of memory, however short it is.
+    """
     table, ids = operands
-    forward = Pass(bytes=ids.num_bytes + 2 * outputs[0].num_bytes, kernels=1)
+    row_bytes = outputs[0].num_bytes // max(1, ids.numel)
+    rows = ids.numel * max(row_bytes, _SECTOR_BYTES)
+    forward = Pass(bytes=ids.num_bytes + rows + outputs[0].num_bytes, kernels=1)
     if not table.requires_grad:
         return Work(forward=forward, dtype=outputs[0].dtype)
-    traffic = table.num_bytes + ids.num_bytes + 2 * outputs[0].num_bytes
+    traffic = table.num_bytes + ids.num_bytes + rows + outputs[0].num_bytes
     backward = Pass(flops=outputs[0].numel, bytes=traffic, kernels=2)
     return Work(forward=forward, backward=backward, dtype=outputs[0].dtype)
 
