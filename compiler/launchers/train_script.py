@@ -129,8 +129,9 @@ def batches(model_file: ModuleType, batch_size: int, seed: int) -> Iterator[dict
     if not hasattr(model_file, "example_inputs"):
         raise SystemExit("the model file has neither training_batches(batch_size) nor example_inputs(batch_size)")
     arguments = accepted(model_file.example_inputs)
-    sizes = (batch_size,) if inspect.signature(model_file.example_inputs).parameters else ()
-    batch = named(model_file.example_inputs(*sizes, **arguments))
+    names = inspect.signature(model_file.example_inputs).parameters
+    sizes = {name: batch_size for name in ("batch_size", "batch", "n") if name in names}
+    batch = named(model_file.example_inputs(**{**arguments, **sizes}))
     while True:
         yield batch
 
