@@ -115,7 +115,7 @@ def plan_graph(
     graph: ModelGraph, request: PlanRequest, cluster: Cluster, progress: Callable[[str], None] | None = None
 ) -> Planned:
     """Search the plan of a captured graph."""
-    from .search.candidates import Pins
+    from .search.candidates import Pins, zero_stages
     from .search.infeasible import explain
     from .search.sweep import NothingFits, Setting, search
 
@@ -125,6 +125,7 @@ def plan_graph(
         schedule=request.schedule,
         zero=request.zero,
         activation_checkpoint=request.activation_checkpoint,
+        zero_stages=zero_stages(graph),
     )
     pins.check()
     setting = Setting(

@@ -304,13 +304,26 @@ def _assembled(
         name=name,
         batch_size=batch_size,
         inputs=flat.inputs,
-        templates=tuple(templates),
+        templates=_without_shared_insides(templates, units),
         units=units,
         loss=values[flat.loss],
         tensors=tensors,
         is_random=any(is_random(node.op, node.args, node.kwargs) for node in live if node.kind is Kind.OP),
         notes=notes,
     )
+
+
+def _without_shared_insides(templates: Sequence[Template], units: Sequence[Unit]) -> tuple[Template, ...]:
+    """No module of its own where others read a tensor inside it: they would need it when its module does not run."""
+    inside = {(unit.fqn, unit.template) for unit in units if templates[unit.template].is_module}
+    opened = {
+        template
+        for fqn, template in inside
+        for unit in units
+        for _, tensor in unit.tensors
+        if unit.fqn != fqn and tensor.startswith(f"{fqn}.")
+    }
+    return tuple(replace(t, is_module=False) if index in opened else t for index, t in enumerate(templates))
 
 
 def _template_name(draft: _Draft) -> str:

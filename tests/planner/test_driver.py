@@ -1,8 +1,10 @@
 """From a model file to a plan; the expected placements come from the integer program alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from autopar.compiler.package import render_package
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.driver import PlanRequest, make_plan, placements_of, program_of
 from autopar.planner.plan import Plan
@@ -30,8 +32,6 @@ def test_plans_an_mlp_and_lowers_it():
 
 
 def test_an_edited_plan_is_checked():
-    from dataclasses import replace
-
     found, graph = plan("mlp", mesh={"pp": 1, "dp": 8, "tp": 1})
     template, node = next((t, n) for t, p in found.placements.items() for n in p)
 
@@ -102,3 +102,44 @@ def test_gpt_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabul
     }
     block = next(t for t in graph.templates if t.is_module)
     assert found.placements[block.name]["x"]["tp"] == "S(1)"
+
+
+def test_a_scalar_parameter_stays_whole(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.up = nn.Linear(8, 16)\n"
+        "        self.scale = nn.Parameter(torch.tensor(1.0))\n"
+        "    def forward(self, x):\n        return (self.up(x) * self.scale.exp()).square().mean()\n\n\n"
+        "def example_inputs(batch_size: int = 8):\n    return (torch.randn(batch_size, 8),)\n"
+    )
+    request = PlanRequest(model=str(tmp_path / "net.py"), gpus=2, mesh={"dp": 2})
+    planned = make_plan(request)
+    assert planned.plan.zero == 0
+    with pytest.raises(AutoparError, match="zero=3 cannot split scale"):
+        make_plan(replace(request, zero=3))
+    with pytest.raises(AutoparError, match="zero=2 cannot be written"):
+        render_package(replace(planned.plan, zero=2), planned.graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "pair"), [(100, "S(0)"), (32, "S(1)")])
+def test_tables_are_split_by_rows_where_features_do_not_divide(rank, pair):
+    """10^8 users. Eight ranks cannot split 100 features, so they split rows and add up partial lookups. Of 32 features
+    each takes 4: then the products of features are added up, B numbers instead of B vectors, which is cheaper."""
+    arguments = {"num_users": 10**8, "rank": rank}
+    found, _ = plan("matrix_factorization", arguments=arguments, batch_size=65536, mesh={"pp": 1, "dp": 1, "tp": 8})
+    pairs = on_tp(found)
+    assert (pairs["users.weight"], pairs["user_bias.weight"]) == (pair, "S(0)")
+
+
+@pytest.mark.slow
+def test_a_residual_network_on_large_images_splits_space_or_channels():
+    inputs = {"images": "float32[B,3,1024,1024]", "labels": "int64[B]"}
+    found, graph = plan("resnet", inputs=inputs, batch_size=2, mesh={"pp": 1, "dp": 1, "tp": 8})
+    convolutions = [
+        (template, node) for template in graph.templates for node in template.nodes if node.op == "aten.conv2d.default"
+    ]
+    assert convolutions
+    for template, node in convolutions:
+        label = found.placements[template.name].get(node.name, {}).get("tp", "none")
+        assert label not in ("none", "grad"), f"{template.name}: {node.name} is computed whole"

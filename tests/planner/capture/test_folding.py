@@ -77,3 +77,22 @@ def test_trap_templates(trap, num_templates):
 def test_shared_module_keeps_its_name():
     graph = capture(CASES / "folding_traps.py", arguments={"trap": "Shared"})
     assert [unit.fqn for unit in graph.units].count("blocks.0") == 8
+
+
+def test_a_block_whose_weight_others_read_is_no_module(model_file):
+    block = (
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.up = nn.Linear(8, 16)\n        self.down = nn.Linear(16, 8)\n"
+        "    def forward(self, x):\n        return x + self.down(self.up(x).relu())\n"
+        "class Net(nn.Module):\n    def __init__(self, tied: bool = True):\n        super().__init__()\n"
+        "        self.h = nn.ModuleList(Block() for _ in range(4))\n"
+        "        if tied:\n            self.h[3].up.weight = self.h[0].up.weight\n"
+        "    def forward(self, x):\n        for block in self.h:\n            x = block(x)\n"
+        "        return x.square().mean()\n"
+        "def example_inputs(batch_size=4):\n    return (torch.randn(batch_size, 8),)\n"
+    )
+    path = model_file(block)
+    shared, own = capture(path, name="Net"), capture(path, name="Net", arguments={"tied": "false"})
+    assert [own.template_of(unit).is_module for unit in range(1, 5)] == [True] * 4
+    assert [shared.template_of(unit).is_module for unit in range(1, 5)] == [False, True, True, True]
+    assert dict(shared.units[4].tensors)["up.weight"] == "h.0.up.weight"
