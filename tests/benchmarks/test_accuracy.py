@@ -1,0 +1,162 @@
+"""The benchmark of published runs: reading rows, expressing them, and scoring; predictions of a few in full."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from autopar.planner.capture import capture_model
+from autopar.planner.capture.graph import Kind, ModelGraph
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RUNS = BENCHMARKS / "data" / "runs.csv"
+STRONG = ("vtrain-multi", "narayanan-t1", "korthikanti-t5", "kempnerforge", "fms-fsdp", "bloom", "tr3m", "oneflow")
+
+sys.path.insert(0, str(BENCHMARKS))
+from accuracy import models, pins, predict, rows, scores, setups  # noqa: E402
+
+ROWS = rows.read_rows(RUNS)
+
+
+@pytest.fixture(autouse=True)
+def _no_stale_path() -> Iterator[None]:
+    yield
+    assert str(BENCHMARKS) in sys.path
+
+
+def row(name: str) -> rows.Row:
+    return next(row for row in ROWS if row.id == name)
+
+
+def test_rows_are_read_as_they_stand() -> None:
+    first = row("vtrain-multi-001")
+    assert (first.layers, first.hidden, first.tp, first.dp) == (30, 3072, 1, 64)
+    assert first.measured_seconds == pytest.approx(3.5665)
+    assert row("bigsci1b3-08").ran_out_of_memory
+    assert row("narayanan-t1-01").microbatch is None
+
+
+@pytest.mark.parametrize("family", STRONG)
+def test_strong_families_are_expressed(family: str) -> None:
+    mine = [r for r in ROWS if r.family == family and r.layers and r.dp * r.tp * r.pp == r.gpus]
+    assert len(mine) >= 4
+    for each in mine:
+        setups.setup_of(each)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NVLink3 NVSwitch; 8x HDR200 IB per node (Selene)", (8, 200.0)),
+        ("NVLink intra; inter-node 800 Gb/s per node (repo config)", (4, 200.0)),
+        ("NVLink4; RDMA 400Gb/s per GPU", (None, 400.0)),
+        ("hybrid-cube-mesh NVLink2 (NV1/NV2) ; 1x EDR 100Gb/s IB per NODE", (1, 100.0)),
+        ("NVLink intra; 4x Omni-Path 100Gb per node (tr11 README)", (4, 100.0)),
+        ("NVLink intra-node; inter-node not stated in table", (None, None)),
+    ],
+)
+def test_networks_are_read(text: str, expected: tuple[int | None, float | None]) -> None:
+    assert setups._network(text) == expected
+
+
+def test_what_cannot_be_expressed_says_why() -> None:
+    with pytest.raises(setups.CannotExpress, match="layers is not stated"):
+        setups.setup_of(row("bigsci176b-004"))
+    with pytest.raises(setups.CannotExpress, match="context parallelism"):
+        setups.setup_of(replace(row("titan-t1-1"), cp=2))
+    with pytest.raises(setups.CannotExpress, match="not in the hardware catalogue"):
+        setups.setup_of(replace(row("titan-t1-1"), gpu="tpu-v5"))
+
+
+def result(measured: float, predicted: float, tp: int) -> scores.Result:
+    made = replace(row("vtrain-multi-001"), measured_seconds=measured, tp=tp, id=str(tp))
+    return scores.Result(row=made, predicted_seconds=predicted, fits=True)
+
+
+def test_regret_and_tau() -> None:
+    sweep = [result(1.0, 2.0, 1), result(1.1, 1.0, 2), result(3.0, 4.0, 4)]
+    assert scores.regret_percent(sweep) == pytest.approx(10.0)
+    assert scores.kendall_tau(sweep) == pytest.approx(1 / 3)
+    perfect = [result(float(i), 2.0 * i, i) for i in range(1, 7)]
+    family = scores.family_scores(perfect)["vtrain-multi"]
+    assert (family.sweeps, family.regret_percent_mean, family.kendall_tau) == (1, 0.0, 1.0)
+    assert family.mape_percent == pytest.approx(100.0)
+
+
+def test_stages_are_even_or_count_their_ends() -> None:
+    units = ("prelude", *["block"] * 10, "head")
+    graph = _graph_of(units)
+    assert predict.stages_of(graph, 10, 2) == ((0, 6), (6, 12))
+    assert [b - a for a, b in predict.stages_of(graph, 10, 3)] == [4 + 1, 3, 3 + 1]
+    assert [b - a for a, b in predict.stages_of(graph, 10, 4)] == [2 + 1, 3, 3, 2 + 1]
+
+
+def _graph_of(names: tuple[str, ...]) -> ModelGraph:
+    from autopar.planner.capture.graph import Template, Unit, Value
+
+    kinds = list(dict.fromkeys(names))
+    templates = tuple(Template(name=kind, pattern=kind, nodes=(), outputs=()) for kind in kinds)
+    units = tuple(Unit(template=kinds.index(name), fqn=name, inputs=()) for name in names)
+    return ModelGraph(
+        name="m", batch_size=1, inputs=(), templates=templates, units=units, loss=Value(len(units) - 1, 0), tensors={}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["gpt.py", "llama.py"])
+def test_a_model_made_deeper_and_wider_equals_its_capture(file: str) -> None:
+    shape = models.Shape(file=file, arguments=(("preset", "tiny"),))
+    graph = models.captured(shape)
+    software = setups.SOFTWARE["kempnerforge"]
+    stack = setups._stack(row("kempner-mfu-01"), software)
+    cluster = setups._cluster(row("kempner-mfu-01"))
+    placements = pins.batch_placements(graph, cluster=cluster, stack=stack)
+    made = models.deepened(models.with_batch(graph, placements, 8), 4)
+    whole = capture_model(
+        BENCHMARKS.parent / "sample_models" / file,
+        name="build",
+        arguments={"preset": "tiny", "num_layers": 4},
+        batch_size=8,
+        guarded=False,
+    ).graph
+    assert made.units == whole.units
+    assert made.loss == whole.loss
+    assert dict(made.tensors) == dict(whole.tensors)
+    assert made.inputs == whole.inputs
+    for ours, theirs in zip(made.templates, whole.templates, strict=True):
+        assert [node.name for node in ours.nodes] == [node.name for node in theirs.nodes]
+        for a, b in zip(ours.nodes, theirs.nodes, strict=True):
+            assert a.outputs == b.outputs, a.name
+            assert a.kind is not Kind.OP or a.op == b.op
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "percent"), [("vtrain-multi-017", 8), ("kempner-mfu-03", 8), ("bigsci176b-120", 8)])
+def test_single_runs_are_predicted(name: str, percent: float) -> None:
+    each = row(name)
+    predicted = predict.Predictor().predict(setups.setup_of(each))
+    assert predicted.seconds == pytest.approx(each.measured_seconds, rel=percent / 100)
+    assert predicted.fits
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = RUNS.read_text().splitlines()
+    chosen = [lines[0], *(line for line in lines if line.startswith(("mosaic-212", "mosaic-075", "bigsci176b-004")))]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(chosen) + "\n")
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("accuracy_command", BENCHMARKS / "accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    assert command.main(["--runs", str(path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["families"]["llm-foundry"]["n"] == 1
+    assert answer["families"]["bloom"]["not_expressed"] == 1
+    assert {r["id"]: r["reason"] for r in answer["rows"]}["mosaic-075"].startswith("low-precision products")
+    assert command.main(["--runs", str(tmp_path / "none.csv")]) == 2
