@@ -9,6 +9,8 @@ from autopar.cost_models.errors import AutoparError
 from autopar.planner.driver import PlanRequest, make_plan, placements_of, program_of
 from autopar.planner.plan import Plan
 
+# Of a pinned mesh: what the bound leaves out are gradients added up where a value has several readers, and little else.
+LARGEST_GAP = 0.03
 MODELS = Path(__file__).parents[2] / "sample_models"
 
 
@@ -65,9 +67,12 @@ def test_bad_options_are_refused(options, message):
 
 
 @pytest.mark.slow
-def test_llama_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabulary():
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_llama_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabulary(precision):
     arguments = {"preset": "8b", "context": 4096}
-    found, graph = plan("llama", arguments=arguments, batch_size=8, precision="bf16", mesh={"pp": 1, "dp": 1, "tp": 8})
+    found, graph = plan(
+        "llama", arguments=arguments, batch_size=8, precision=precision, mesh={"pp": 1, "dp": 1, "tp": 8}
+    )
     assert on_tp(found) == {
         "layers.*.attention.wq.weight": "S(0)",
         "layers.*.attention.wk.weight": "S(0)",
@@ -84,12 +89,14 @@ def test_llama_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocab
     }
     block = next(t for t in graph.templates if t.is_module)
     assert found.placements[block.name]["x"]["tp"] == "S(1)"  # the residual stream, over the sequence
+    assert found.solver.gap_fraction < LARGEST_GAP
 
 
 @pytest.mark.slow
-def test_gpt_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabulary():
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gpt_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabulary(precision):
     arguments = {"preset": "1.3b", "context": 4096}
-    found, graph = plan("gpt", arguments=arguments, batch_size=8, precision="bf16", mesh={"pp": 1, "dp": 1, "tp": 8})
+    found, graph = plan("gpt", arguments=arguments, batch_size=8, precision=precision, mesh={"pp": 1, "dp": 1, "tp": 8})
     pairs = on_tp(found)
     assert {
         name: pairs[name] for name in pairs if name.endswith("weight") and "ln" not in name and "wpe" not in name
