@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from autopar.compiler.lower import HeldTensor, LoweredModel, crossing, lower
+from autopar.compiler.held import HeldTensor
+from autopar.compiler.lower import LoweredModel, crossing, lower
 from autopar.planner.capture.graph import (
     Kind,
     ModelGraph,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ....planner.capture.graph import Kind, Ref
 from ....planner.sharding.program import TemplateProgram, Var
-from ...lower import HeldTensor
+from ...held import HeldTensor
 from ...source import Body, Expr
 from ...text import comment, layout, literal, quote
 from .body import Scope, forward_pair, statements, update_statement, updates

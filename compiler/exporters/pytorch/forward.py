@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ....planner.capture.graph import Value
 from ....planner.sharding.program import Var, var
-from ...lower import PRELUDE, Edge, HeldTensor, Run, StageProgram
+from ...held import PRELUDE, HeldTensor
+from ...lower import Edge, Run, StageProgram
 from ...source import ATOM, Body, Expr, Key, Loop, Statement
 from ...text import quote
 from .blocks import add_leaves, device_line, returned, signature, tensor_var

@@ -9,7 +9,8 @@ from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.errors import AutoparError
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef
-from ...lower import PRELUDE, HeldTensor, LoweredModel, Run, StageProgram
+from ...held import PRELUDE, HeldTensor
+from ...lower import LoweredModel, Run, StageProgram
 from ...text import identifier
 from .naming import value_names
 from .options import Options

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ....cost_models.units import format_seconds
-from ...lower import HeldTensor, StageProgram
+from ...held import HeldTensor
+from ...lower import StageProgram
 from ...text import comment, layout, literal, quote
 from .blocks import class_data, handle_lines, signature
 from .forward import forward_lines, prepare_lines, prepared_values

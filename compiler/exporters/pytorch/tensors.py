@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....planner.sharding.placement import SUMMED_GRADIENT, Layout
-from ...lower import HeldTensor
+from ...held import HeldTensor
 from ...source import Expr
 from ...text import layout, literal, quote
 
