@@ -7,6 +7,8 @@ from html import escape
 from math import floor, log10
 from pathlib import Path
 
+from autopar.cost_models.hardware import cluster_names, gpu_names, load_cluster, load_gpu
+
 from .scores import FamilyScore, Result
 
 _SIDE = 260
@@ -26,6 +28,24 @@ MAPE: mean absolute error of the step time. Bias: mean signed error. OOM: share 
 are called so; runs: share of the timed runs which are called feasible. Regret: measured time of the configuration
 ranked first, over the best measured, minus one, for sweeps of at least five configurations of one model on one cluster;
 tau: Kendall's rank correlation in those.
+"""
+
+
+_CONSTANTS = """## Fitted constants
+
+Most numbers come from primitives (matrix products, collectives) and datasheets. Those below were fitted to published
+training runs; each belongs to a GPU, a link or a kind of kernel. Rows used: attention rates from llm-foundry runs of
+32768 and 65536 tokens (mosaic-051, -052, -106, -107), the rate of misaligned batched products from bigsci176b-100 and
+-101, the overlap slowdown and the network jitter from llm-foundry and narayanan-t1, pipeline and board bandwidths of
+the 2x4 nodes from bloom. No other row entered a fit; its error was seen only in its family's mean.
+
+Kernels (`cost_models/compute.py`, `cost_models/communication.py`, `planner/search/kernels.py`): first generation of
+fused attention at 0.8 of the second; misaligned products at 0.076 (batched) and 0.76 of the aligned rate; compute
+slowed by 1.25 (eager) or 1.05 (compiled) while communication runs beside it; bytes per score, per logit and per element
+of a norm in float32 steps counted by hand.
+
+| where | number | source |
+|---|---|---|
 """
 
 
@@ -54,7 +74,20 @@ def write_page(results: Sequence[Result], scores: dict[str, FamilyScore], path: 
                 if result.row.family == family and result.reason:
                     reasons[result.reason] = reasons.get(result.reason, 0) + 1
             lines += [*(f"- {count}: {reason}" for reason, count in reasons.items()), ""]
+    lines.append(_CONSTANTS + "\n".join(_fitted()))
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _fitted() -> list[str]:
+    """Numbers of the hardware catalogue whose source is a fit to training runs, once for each source."""
+    files = [(name, load_gpu(name).sources) for name in gpu_names()]
+    files += [(name, load_cluster(name).sources) for name in cluster_names()]
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, sources in files:
+        for key, source in sources:
+            if "published" in source and ("fit" in source or "training" in source):
+                found.setdefault((key, source), []).append(name)
+    return [f"| {', '.join(names)} | {key} | {source} |" for (key, source), names in sorted(found.items())]
 
 
 def _table(scores: dict[str, FamilyScore]) -> list[str]:

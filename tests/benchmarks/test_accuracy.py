@@ -89,7 +89,8 @@ def test_stages_are_even_or_count_their_ends() -> None:
     units = ("prelude", *["block"] * 10, "head")
     graph = _graph_of(units)
     assert predict.stages_of(graph, 10, 2) == ((0, 6), (6, 12))
-    assert [b - a for a, b in predict.stages_of(graph, 10, 3)] == [4 + 1, 3, 3 + 1]
+    assert [b - a for a, b in predict.stages_of(graph, 10, 3)] == [3 + 1, 4, 3 + 1]
+    assert [b - a for a, b in predict.stages_of(graph, 10, 7)] == [2 + 1, 2, 2, 1, 1, 1, 1 + 1]
     assert [b - a for a, b in predict.stages_of(graph, 10, 4)] == [2 + 1, 3, 3, 2 + 1]
 
 
