@@ -91,6 +91,10 @@ def _broken(code: str, indent: str) -> list[str]:
     parts = _split_commas(inner)
     if len(parts) == 1 and " for " in inner and not is_call:  # a comprehension
         return [f"{indent}{head}", *_comprehension(inner, deeper), f"{indent}{tail}"]
+    if len(parts) == 1 and code[opening] == "(" and not is_call and not inner.rstrip().endswith(","):
+        # Parentheses of a term: a comma would make it a tuple.
+        inside = [f"{deeper}{inner}"] if len(deeper) + len(inner) <= LINE_WIDTH else _broken(inner, deeper)
+        return [f"{indent}{head}", *inside, f"{indent}{tail}"]
     lines = [f"{indent}{head}"]
     for part in parts:
         lines.extend(_element(part, deeper))

@@ -166,3 +166,14 @@ def test_long_lines_break_as_ruff_does() -> None:
 def test_a_note_that_does_not_fit_stands_above() -> None:
     code = "x = " + "a" * 100
     assert layout(code, "    ", "note of some length") == ["    # note of some length", f"    {code}"]
+
+
+def test_parentheses_of_a_term_stay_no_tuple() -> None:
+    import ast
+
+    from autopar.compiler.text import layout
+
+    code = f"weight = {'layer_norm_weight_' * 5} * (attention_output * attention_output_2)"
+    lines = layout(code, "        ")
+    assert len(lines) > 1
+    assert ast.dump(ast.parse("\n".join(line[8:] for line in lines))) == ast.dump(ast.parse(code))
