@@ -72,13 +72,16 @@ def print_table(table: Table) -> None:
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console = Console(file=sys.stdout, highlight=False, width=_FILE_WIDTH)
-    shown = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
         shown.add_column(column, justify="right" if table.is_numeric(index) else "left", overflow="fold")
     for row in table.rows:
         # Text: a name in brackets is no markup.
         shown.add_row(*(Text(cell) for cell in row))
-    console.print(shown)
+    with console.capture() as captured:
+        console.print(Text(table.title, style="bold"))
+        console.print(shown)
+    print_result("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n\n")
 
 
 @contextmanager

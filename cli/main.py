@@ -41,14 +41,14 @@ def _options(
     """
 
 
-app.command("plan")(plan.plan)
-app.command("emit")(emit.emit)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("graph")(graph.graph)
-app.command("explain")(explain.explain)
+app.command("plan", short_help="Find the fastest plan and write the sharded module.")(plan.plan)
+app.command("emit", short_help="Write the package of a plan again.")(emit.emit)
+app.command("verify", short_help="Run the written code on CPU ranks against the original.")(verify.verify)
+app.command("diff", short_help="Compare two plans by meaning.")(diff.diff)
+app.command("graph", short_help="Print work, depth and bounds of a model; draw it.")(graph.graph)
+app.command("explain", short_help="Say where a plan's time and memory go.")(explain.explain)
 app.add_typer(hardware.app, name="hardware")
-app.command("ops")(ops.ops)
+app.command("ops", short_help="List the operations that can be sharded.")(ops.ops)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

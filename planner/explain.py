@@ -18,6 +18,8 @@ _CHECKPOINT = {
     "full": "full activation checkpointing",
 }
 
+_STATUS = {"optimal": "proven optimal", "within gap": "search complete", "time limit": "stopped at the time limit"}
+
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
     """ "pp=2 dp=2 tp=2", axes of size 1 left out; "1 GPU" where all are."""
@@ -51,12 +53,17 @@ def setting_line(plan: Plan) -> str:
 
 
 def prediction_line(plan: Plan) -> str:
-    rate = f", {plan.batch_size / plan.step_seconds:.3g} samples/s" if plan.step_seconds else ""
+    rate = f", {_format_rate(plan.batch_size / plan.step_seconds)} samples/s" if plan.step_seconds else ""
     return f"{format_seconds(plan.step_seconds)} a step{rate}"
 
 
+def _format_rate(rate: float) -> str:
+    """Three digits, and never an exponent where samples are many."""
+    return f"{rate:.3g}" if rate < 999.5 else f"{float(f'{rate:.3g}'):,.0f}"
+
+
 def stage_table(plan: Plan) -> Table:
-    """What each stage holds, with its memory against capacity and its time a microbatch."""
+    """What each stage holds, its memory against capacity, its time a microbatch and after the last of them."""
     capacity = plan.memory_capacity_bytes
     rows = []
     for index, stage in enumerate(plan.stages):
@@ -81,7 +88,7 @@ def stage_table(plan: Plan) -> Table:
             f"memory of {format_bytes(capacity)}",
             "forward",
             "backward",
-            "once",
+            "step end",
         ),
         rows=tuple(rows),
         num_numeric=5,
@@ -92,18 +99,29 @@ def time_table(plan: Plan) -> Table:
     """Where the step goes; the parts add up to it."""
     total = plan.step_seconds
     rows = [
-        (name, format_seconds(seconds), f"{seconds / total:.0%}" if total else "-")
+        (_part(plan, name), format_seconds(seconds), _share(seconds, total))
         for name, seconds in sorted(plan.time_breakdown_seconds.items(), key=lambda item: (-item[1], item[0]))
         if seconds
     ]
     return Table(title="Where the step goes", columns=("part", "time", "share"), rows=tuple(rows), num_numeric=2)
 
 
+def _part(plan: Plan, name: str) -> str:
+    """A mesh axis stands for the communication on it that nothing hides."""
+    return f"{name} communication" if name in plan.mesh else name.replace("_", " ")
+
+
+def _share(part: float, total: float) -> str:
+    if not total:
+        return "-"
+    return "<1%" if 0 < part / total < 0.005 else f"{part / total:.0%}"
+
+
 def memory_table(plan: Plan) -> Table:
     """Memory by component, of the stage that needs most."""
     index, stage = max(enumerate(plan.stages), key=lambda item: item[1].total_bytes)
     rows = [
-        (name, format_bytes(size), f"{size / max(stage.total_bytes, 1):.0%}")
+        (name.replace("_", " "), format_bytes(size), _share(size, stage.total_bytes))
         for name, size in sorted(stage.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
         if size and name != "total"
     ]
@@ -174,9 +192,11 @@ def solver_line(plan: Plan) -> str:
     """How good the answer is, and how it was found."""
     solver = plan.solver
     way = "jointly" if solver.exact else "axis by axis"
+    programs = "1 program" if solver.solved == 1 else f"{solver.solved} programs"
     return (
-        f"{solver.solver}: {solver.status}; no plan is faster than {format_seconds(solver.bound_seconds)}, a gap of "
-        f"{solver.gap_fraction:.1%}; {solver.candidates} candidates, {solver.solved} programs solved {way}"
+        f"{solver.solver}, {_STATUS.get(solver.status, solver.status)}; no plan is faster than "
+        f"{format_seconds(solver.bound_seconds)}, a gap of {solver.gap_fraction:.1%}; {solver.candidates} candidates, "
+        f"{programs} solved {way}"
     )
 
 
@@ -190,7 +210,7 @@ def _time_sentences(plan: Plan) -> tuple[str, ...]:
     if not parts or not plan.step_seconds:
         return ()
     name, seconds = max(sorted(parts.items()), key=lambda item: item[1])
-    found = [f"The largest part of the step is {name}: {seconds / plan.step_seconds:.0%}."]
+    found = [f"The largest part of the step is {_part(plan, name)}: {seconds / plan.step_seconds:.0%}."]
     if "bubble" in parts:
         count = "one microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
         found.append(
@@ -210,7 +230,7 @@ def _memory_sentences(plan: Plan) -> tuple[str, ...]:
         key=lambda item: item[1],
         default=("", 0),
     )
-    what = f", {size / max(stage.total_bytes, 1):.0%} of it {name}" if name else ""
+    what = f", {size / max(stage.total_bytes, 1):.0%} of it {name.replace('_', ' ')}" if name else ""
     binding = "Memory nearly binds" if fraction > 0.9 else "Memory does not bind"
     return (
         f"{binding}: stage {index} needs {format_bytes(stage.total_bytes)} of "

@@ -22,7 +22,7 @@ SUFFIXES = (".svg", ".html")
 
 def graph(
     model: Annotated[str, typer.Argument(metavar="MODEL.py[:NAME]", help="The file that builds the module.")],
-    gpus: Annotated[int, typer.Option(min=1, help="p of the bounds.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs the bounds are for (p).")] = 8,
     cluster: Annotated[str, typer.Option(help="Catalogue name or TOML file; its GPU gives the times.")] = "h100-sxm",
     stack: Annotated[str, typer.Option(help="Software stack that the times are of.")] = "eager",
     batch_size: Annotated[
@@ -32,7 +32,10 @@ def graph(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Argument of the model; may be repeated.")
     ] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SIZES]", help="ids=int64[B,1024]; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="NAME=DTYPE[SIZES]", help="An input: ids=int64[B,1024], B the batch; may be repeated."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="A .svg or .html picture of the graph.")

@@ -39,7 +39,6 @@ class Optimizer(Enum):
 
 class Checkpoint(Enum):
     NONE = "none"
-    SELECTIVE = "selective"
     FULL = "full"
 
 
@@ -53,30 +52,36 @@ def plan(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples a step, over all GPUs; else as the model file has them.")
     ] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the products.")] = Precision.FP32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Of the training step.")] = Optimizer.ADAMW,
+    precision: Annotated[Precision, typer.Option(help="Number format of matrix products.")] = Precision.FP32,
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer of the training step.")] = Optimizer.ADAMW,
     is_compiled: Annotated[bool, typer.Option("--compile", help="Same as --stack compiled.")] = False,
     stack: Annotated[str, typer.Option(help="Software stack that the prices are of.")] = "eager",
     arguments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Argument of the model; may be repeated.")
     ] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SIZES]", help="ids=int64[B,1024]; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="NAME=DTYPE[SIZES]", help="An input: ids=int64[B,1024], B the batch; may be repeated."
+        ),
     ] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix mesh axes.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix the sizes of these axes.")] = None,
     microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="none|gpipe|1f1b", help="Fix the pipeline schedule.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
-    activation_checkpoint: Annotated[Checkpoint | None, typer.Option(help="Fix what is recomputed.")] = None,
+    activation_checkpoint: Annotated[
+        Checkpoint | None, typer.Option(help="Fix what backward computes again: nothing or every block.")
+    ] = None,
     may_split_batch: Annotated[
         bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")
     ] = False,
-    is_exact: Annotated[bool, typer.Option("--exact", help="Solve all axes jointly; slow.")] = False,
+    is_exact: Annotated[bool, typer.Option("--exact", help="Decide all axes jointly; slow.")] = False,
     time_limit_seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop searching after this, with the best plan so far.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the package; ./MODEL-autopar.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Folder of the package.  [default: ./MODEL-autopar]"),
     ] = None,
     is_forced: Annotated[bool, typer.Option("--force", help="Replace a package that is there already.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print plan.json; writes no package without --out.")] = False,

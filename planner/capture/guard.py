@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+from ...cost_models.units import format_bytes
 from ..errors import UnsupportedModel
 from .evaluation import evaluate
 from .graph import Kind, ModelGraph
@@ -71,12 +72,14 @@ def too_large(graph: ModelGraph) -> str | None:
     """Why an eager step would take too long; None if it is quick."""
     parameters = sum(info.type.numel for info in graph.tensors.values() if not info.is_buffer)
     if parameters > MAX_PARAMETERS:
-        return f"{parameters:,} parameters"
+        return f"it has {parameters:,} parameters, and is run up to {MAX_PARAMETERS:,}"
     value_bytes = sum(
         count * sum(out.num_bytes for node in template.nodes if node.kind is Kind.OP for out in node.outputs)
         for template, count in zip(graph.templates, graph.counts(), strict=True)
     )
-    return f"{value_bytes / 2**30:.1f} GiB of activations" if value_bytes > MAX_VALUE_BYTES else None
+    if value_bytes > MAX_VALUE_BYTES:
+        return f"it has {format_bytes(value_bytes)} of activations, and is run up to {format_bytes(MAX_VALUE_BYTES)}"
+    return None
 
 
 def _child(graph: ModelGraph, loaded: LoadedModel, seed: int, sender: Connection) -> None:

@@ -73,7 +73,7 @@ def test_explain(run: Run, write_plan: Write, example_plan: Plan) -> None:
         "The pipeline bubble takes 20% of the step with 4 microbatches",
         "dp=8 (dp only) is predicted 20.0% slower",
         "tp=8 (tp only) does not fit: it needs 90 GiB, 10 GiB too much.",
-        "within gap; no plan is faster than 140 ms, a gap of 7.0%; 40 candidates, 3 programs solved",
+        "search complete; no plan is faster than 140 ms, a gap of 7.0%; 40 candidates, 3 programs solved",
         "1.20x",
     ):
         assert text in found.out
