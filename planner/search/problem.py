@@ -181,7 +181,9 @@ def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rul
             return divisible
     if node.kind is Kind.PARAMETER:
         return list(dict.fromkeys(normal(p, trainable) for p in (REPLICATED, SUMMED_GRADIENT, *asked)))
-    return [REPLICATED, *asked] if node.kind is Kind.BUFFER else [REPLICATED]
+    # A buffer that the step replaces is written by one statement on every rank: it is held whole.
+    is_replaced = any(node.name == name for name, _ in space.graph.templates[template].buffer_updates)
+    return [REPLICATED, *asked] if node.kind is Kind.BUFFER and not is_replaced else [REPLICATED]
 
 
 def operation_options(space: Space, template: int, node: Node, axis: Axis, rules: Rules) -> list[Option]:

@@ -150,3 +150,17 @@ def test_a_residual_network_on_large_images_splits_space_or_channels():
     for template, node in convolutions:
         label = found.placements[template.name].get(node.name, {}).get("tp", "none")
         assert label not in ("none", "grad"), f"{template.name}: {node.name} is computed whole"
+
+
+def test_a_buffer_that_the_step_replaces_is_whole(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.up = nn.Linear(8, 16)\n        self.down = nn.Linear(16, 8)\n"
+        '        self.register_buffer("average", torch.zeros(16))\n'
+        "    def forward(self, x):\n        z = self.up(x).tanh()\n        with torch.no_grad():\n"
+        "            self.average.mul_(0.9).add_(z.mean(0) * 0.1)\n"
+        "        return self.down(z - self.average).square().mean()\n\n\n"
+        "def example_inputs(batch_size: int = 8):\n    return (torch.randn(batch_size, 8),)\n"
+    )
+    planned = make_plan(PlanRequest(model=str(tmp_path / "net.py"), gpus=4, mesh={"dp": 2, "tp": 2}))
+    assert "average" in render_package(planned.plan, planned.graph)["sharded_model.py"]
