@@ -140,6 +140,13 @@ def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: st
     return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
 
 
+def may_fit(whole: WholeModel, mesh: Mesh, pins: Pins, cluster: Cluster, stack: Stack) -> bool:
+    """Whether parameters and gradients alone, split over every rank that may share them, leave room."""
+    copies = 2 if stack.states == "float32 master" else 1
+    shards = mesh.pp * mesh.tp * (mesh.dp if max(zeros_for(mesh, pins)) >= 2 else 1)
+    return copies * whole.trained_bytes / shards <= cluster.gpu.hbm_bytes
+
+
 def num_cuttable(graph: ModelGraph) -> int:
     """Units that a pipeline can cut apart: all but the prelude."""
     return len(graph.units) - 1

@@ -126,19 +126,9 @@ class Refiner:
         """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""
         fitting: list[Candidate] = []
         for mesh in meshes:
-            if not self.may_fit(mesh):
-                continue
             cuts = tuple(islice(every_cut(len(self.setting.graph.units), mesh.pp), _MOST_CUTS + 1))
             if len(cuts) > _MOST_CUTS:
                 cuts = tuple(dict.fromkeys(candidate.stages for candidate in found if candidate.mesh == mesh))
             schedule = schedules_for(mesh, self.setting.pins)[0]
             fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
-
-    def may_fit(self, mesh: Mesh) -> bool:
-        """Whether states alone, split over every rank, leave room."""
-        setting = self.setting
-        trained = sum(info.type.num_bytes for info in setting.graph.tensors.values() if info.type.requires_grad)
-        shards = mesh.pp * mesh.tp * (mesh.dp if max(zeros_for(mesh, setting.pins)) >= 2 else 1)
-        # Parameters and gradients at least.
-        return 2 * trained / shards <= setting.cluster.gpu.hbm_bytes

@@ -9,7 +9,7 @@ stages, and priced exactly under each policy; placements are solved once for all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log10
 
@@ -22,7 +22,17 @@ from ..sharding.mesh import MICROBATCH, Mesh
 from ..sharding.program import Placements
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
-from .candidates import CHECKPOINTS, Pins, WholeModel, bound_seconds, meshes, schedules_for, whole_model, zeros_for
+from .candidates import (
+    CHECKPOINTS,
+    Pins,
+    WholeModel,
+    bound_seconds,
+    may_fit,
+    meshes,
+    schedules_for,
+    whole_model,
+    zeros_for,
+)
 from .evaluate import Evaluated, Evaluator
 from .exact import ExactSearch, Leaves, Proven
 from .placements_ilp import solve
@@ -128,7 +138,9 @@ class _Sweep:
         setting = self.setting
         every = meshes(self.space, self.batch, setting.gpus, setting.pins)
         bounds = {mesh: self._bound(mesh) for mesh in every}
-        order = sorted(every, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
+        everything = sorted(every, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
+        order = [mesh for mesh in everything if may_fit(self.whole, mesh, setting.pins, setting.cluster, setting.stack)]
+        bounds = {mesh: bounds[mesh] for mesh in order}
         best = inf
         skipped = inf
         is_complete = True
@@ -153,8 +165,9 @@ class _Sweep:
                 self._keep(better)
         proven = self._prove(order) if setting.exact else None
         if not self._fitting():
+            self._add_leanest([mesh for mesh in everything if mesh not in bounds])
             self._refuse()
-        self._add_single_axis_runners(order)
+        self._add_single_axis_runners(everything, bounds)
         chosen = min(self._fitting(), key=_rank)
         if proven is not None:
             lowest, is_complete = proven.bound_seconds, proven.is_complete
@@ -216,14 +229,21 @@ class _Sweep:
         what, *others = self.useless or {"no mesh can run this step": None}
         raise AutoparError(what, where=self.setting.graph.name, fix="; ".join(others) or "choose another mesh")
 
-    def _add_single_axis_runners(self, order: list[Mesh]) -> None:
+    def _add_leanest(self, hopeless: list[Mesh]) -> None:
+        """Where no mesh has room for the states: the mesh that comes closest, to show what is missing."""
+        for mesh in sorted(hopeless, key=lambda mesh: mesh.pp * mesh.tp, reverse=True):
+            if self.found:
+                return
+            self.found.extend(self._solve(mesh, once=True))
+
+    def _add_single_axis_runners(self, every: list[Mesh], hopeful: Mapping[Mesh, float]) -> None:
         """Dp only, tp only and pp only are priced even where a bound excludes them: people ask."""
         gpus = self.setting.gpus
         done = {candidate.mesh for candidate in self.found}
         for sizes in ((gpus, 1, 1), (1, gpus, 1), (1, 1, gpus)):
-            same = [mesh for mesh in order if (mesh.pp, mesh.dp, mesh.tp) == sizes]
+            same = [mesh for mesh in every if (mesh.pp, mesh.dp, mesh.tp) == sizes]
             if same and not any(mesh in done for mesh in same) and time.monotonic() < self.deadline:
-                self.found.extend(self._solve(same[0]))
+                self.found.extend(self._solve(same[0], once=same[0] not in hopeful))
 
     # --- one candidate ---
 
@@ -232,7 +252,7 @@ class _Sweep:
             self._prices[mesh] = Prices(mesh=mesh, cluster=self.setting.cluster, stack=self.setting.stack)
         return self._prices[mesh]
 
-    def _solve(self, mesh: Mesh) -> list[Candidate]:
+    def _solve(self, mesh: Mesh, *, once: bool = False) -> list[Candidate]:
         """The mesh under every policy, best first; what does not fit is kept as the answer to "why not"."""
         candidates: list[Candidate] = []
         for position, factor in enumerate((0.0, *_MEMORY_PRICES)):
@@ -244,7 +264,7 @@ class _Sweep:
             new = self._priced(mesh, placements)
             candidates.extend(new)
             # Once the quickest policy fits, memory is no longer what decides.
-            if min(new, key=_rank).fits:
+            if once or min(new, key=_rank).fits:
                 break
         fitting = [candidate for candidate in candidates if candidate.fits]
         if fitting:
