@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ....planner.errors import AutoparError
 from ....planner.plan import Plan
+from ....planner.schedules import get_schedule, schedule_names
 
 ZERO_STAGES = (0, 2, 3)
 CHECKPOINTS = ("none", "full")
-SCHEDULES = ("none", "gpipe", "1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Options:
         for name, value, known in (
             ("zero", self.zero, ZERO_STAGES),
             ("activation_checkpoint", self.activation_checkpoint, CHECKPOINTS),
-            ("schedule", self.schedule, SCHEDULES),
+            ("schedule", self.schedule, schedule_names()),
         ):
             if value not in known:
                 raise AutoparError(
@@ -45,15 +45,23 @@ def options_of(plan: Plan) -> Options:
     """The options of a plan.
 
     Raises:
-        AutoparError: as `Options`.
+        AutoparError: as `Options`, or a schedule that cannot run with these stages and microbatches.
     """
-    return Options(
+    options = Options(
         zero=plan.zero,
         activation_checkpoint=plan.activation_checkpoint,
         schedule=plan.schedule,
         stage_seconds=tuple(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
         step_seconds=dict(plan.time_breakdown_seconds),
     )
+    reason = get_schedule(plan.schedule).refuse(len(plan.stages), plan.microbatches)
+    if reason:
+        raise AutoparError(
+            f"schedule {plan.schedule} cannot run: {reason}",
+            where="plan.json: schedule, stages, microbatches",
+            fix="choose another schedule or number of microbatches",
+        )
+    return options
 
 
 __all__ = ["Options", "options_of"]

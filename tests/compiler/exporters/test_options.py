@@ -27,6 +27,13 @@ def test_policies_without_code_are_refused(changes: dict[str, object], message: 
     assert "choose one of" in str(caught.value.fix)
 
 
+def test_schedule_that_cannot_run_is_refused() -> None:
+    plan = read_plan(PLAN)
+    for schedule, microbatches, message in (("1f1b", 1, "1 for 4"), ("none", plan.microbatches, "no pipeline")):
+        with pytest.raises(AutoparError, match=message):
+            options_of(replace(plan, schedule=schedule, microbatches=microbatches))
+
+
 def test_predictions_are_those_of_the_plan() -> None:
     plan = read_plan(PLAN)
     options = options_of(plan)
