@@ -2,11 +2,13 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from autopar.cost_models.stacks import load_stack
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import Kind, ModelGraph
 
@@ -161,3 +163,10 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     assert answer["families"]["bloom"]["not_expressed"] == 1
     assert {r["id"]: r["reason"] for r in answer["rows"]}["mosaic-075"].startswith("low-precision products")
     assert command.main(["--runs", str(tmp_path / "none.csv")]) == 2
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "stacks").glob("*.toml")), ids=lambda path: path.stem)
+def test_stack_files_hold_choices_only(path: Path) -> None:
+    values = tomllib.loads(path.read_text())
+    assert all(isinstance(value, str) for value in values.values())
+    assert load_stack(str(path)).source == values["source"]
