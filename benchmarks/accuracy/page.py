@@ -35,10 +35,10 @@ _CONSTANTS = """## Fitted constants
 
 Most numbers come from primitives (matrix products, collectives) and datasheets. Those below were fitted to published
 training runs; each belongs to a GPU, a link or a kind of kernel. Solved from single rows: attention rates from
-llm-foundry runs of 32768 and 65536 tokens (mosaic-051, -052, -106, -107), and the rate of misaligned batched products (bigsci176b-100 and
--101). Chosen by hand while looking at the rows of several families: the first generation of fused attention against the
-second (llm-foundry against fms-fsdp, torchtitan and kempnerforge), the network jitter (narayanan-t1, korthikanti-t5,
-bloom), the V100 nodes' network (oneflow).
+llm-foundry runs of 32768 and 65536 tokens (mosaic-051, -052, -106, -107), and the rate of misaligned batched products
+(bigsci176b-100 and -101). Chosen by hand while looking at the rows of several families: the first generation of
+fused attention against the second (llm-foundry against fms-fsdp, torchtitan and kempnerforge), the network jitter
+(narayanan-t1, korthikanti-t5, bloom), the V100 nodes' network (oneflow).
 
 These rows are a development set, not a test: no part of them was kept unseen. The stack files' choices (scattered or
 whole messages, what overlaps, which states are kept, the loss) were partly read off the same rows, times and memory
