@@ -158,6 +158,8 @@ def expected_collectives(
         counts: Counter[tuple[str, str, int, str]] = Counter()
         for use, reason, count in _passes(program, first, last, activation_checkpoint):
             counts[use.axis, use.op, use.num_bytes, reason] += count
+            if use.op == "send":  # between neighbours in a ring: as much comes in
+                counts[use.axis, "recv", use.num_bytes, reason] += count
         for axis, op, num_bytes, reason, count in _once_a_step(program, stages, stage, zero, dp_rank):
             counts[axis, op, num_bytes, reason] += count
         found.extend(
