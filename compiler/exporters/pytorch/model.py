@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
+from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import loss_axes
 from ...lower import LoweredModel, local_output
 from ...text import comment, layout, literal, quote
@@ -90,7 +91,7 @@ def _imports(used: set[str]) -> Iterator[str]:
     tensor = [name for name in ("DTensor", "Replicate", "Shard", "distribute_tensor") if name in used]
     mesh = [name for name in ("DeviceMesh", "init_device_mesh") if name in used]
     fsdp = [name for name in ("FSDPModule", "fully_shard") if name in used]
-    schedules = [name for name in ("Schedule1F1B", "ScheduleGPipe") if name in used]
+    schedules = sorted({get_schedule(name).torch_class for name in schedule_names()} & used)
     standard = [
         f"from {module} import {', '.join(found)}"
         for module, names in (

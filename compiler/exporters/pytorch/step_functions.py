@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from ....planner.schedules import get_schedule
 from ...text import layout
 from .tensors import DEFAULT_DTYPE
 
@@ -61,9 +62,8 @@ EDGES
 
 def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool) -> str:
     """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some."""
-    name = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[schedule]
     parameter = _FIRST_PARAMETER if has_parameters else _FIRST_PARAMETER_IF_ANY
-    text = _PIPELINE.replace("SCHEDULE", name).replace("PARAMETER", parameter)
+    text = _PIPELINE.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
     return text.replace("EDGES", "\n".join(_edges(received, sent)))
 
 
