@@ -30,7 +30,7 @@ def explain(
         }
         print_json(data)
         return
-    print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}")
+    print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}\n\n")
     for table in (
         words.stage_table(plan),
         words.time_table(plan),

@@ -201,7 +201,7 @@ def _print_plan(found: Plan, files: tuple[Path, ...], folder: Path) -> None:
         f"Plan:       {words.decision_line(found)}\n"
         f"For:        {words.setting_line(found)}\n"
         f"Predicted:  {words.prediction_line(found)}\n"
-        f"Solver:     {words.solver_line(found)}\n"
+        f"Solver:     {words.solver_line(found)}\n\n"
     )
     for table in (words.stage_table(found), words.time_table(found), words.runner_up_table(found)):
         if table.rows:

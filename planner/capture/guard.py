@@ -72,13 +72,13 @@ def too_large(graph: ModelGraph) -> str | None:
     """Why an eager step would take too long; None if it is quick."""
     parameters = sum(info.type.numel for info in graph.tensors.values() if not info.is_buffer)
     if parameters > MAX_PARAMETERS:
-        return f"it has {parameters:,} parameters, and is run up to {MAX_PARAMETERS:,}"
+        return f"{parameters:,} parameters are more than the limit of {MAX_PARAMETERS:,}"
     value_bytes = sum(
         count * sum(out.num_bytes for node in template.nodes if node.kind is Kind.OP for out in node.outputs)
         for template, count in zip(graph.templates, graph.counts(), strict=True)
     )
     if value_bytes > MAX_VALUE_BYTES:
-        return f"it has {format_bytes(value_bytes)} of activations, and is run up to {format_bytes(MAX_VALUE_BYTES)}"
+        return f"{format_bytes(value_bytes)} of activations are more than the limit of {format_bytes(MAX_VALUE_BYTES)}"
     return None
 
 
