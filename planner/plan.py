@@ -49,7 +49,8 @@ class CollectivePlan:
     op: str
     count: int
     num_bytes: int  # payload of each
-    reason: str  # "forward", "backward", "recompute", "step", "fsdp", "partial gradients", "clip", "tied", "loss", "stage"
+    # "forward", "backward", "recompute", "step", "fsdp", "partial gradients", "clip", "tied", "loss" or "stage"
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
