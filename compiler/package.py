@@ -19,8 +19,8 @@ from .lower import lower
 EXECUTABLE = ("launch.sh",)
 
 
-def render_package(plan: Plan, graph: ModelGraph) -> dict[str, str]:
-    """File name -> text of everything that a plan is emitted as.
+def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> dict[str, str]:
+    """File name -> text of everything that a plan is emitted as. Paths of the plan are counted from `folder`.
 
     Raises:
         AutoparError: the plan does not fit the model, or holds something that cannot be written.
@@ -39,17 +39,17 @@ def render_package(plan: Plan, graph: ModelGraph) -> dict[str, str]:
     return {
         "plan.json": plan_to_json(plan),
         **render_files(model, options, provenance),
-        **render_training(plan, graph),
+        **render_training(plan, graph, folder=folder),
     }
 
 
 def emit_package(plan: Plan, graph: ModelGraph, out: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write the package into `out`, all files or none, and return their paths.
+    """Write the package of a plan whose paths are counted from `out`, all files or none, and return their paths.
 
     Raises:
         AutoparError: `out` is a file, holds files and `force` is off, or cannot be written.
     """
-    return write_files(render_package(plan, graph), out, force=force)
+    return write_files(render_package(plan, graph, folder=out), out, force=force)
 
 
 def write_files(files: dict[str, str], out: Path, *, force: bool) -> tuple[Path, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from ...cost_models.hardware import load_cluster
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
@@ -37,13 +40,15 @@ exec "$TORCHRUN" --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$
 """
 
 
-def render_training(plan: Plan, graph: ModelGraph) -> dict[str, str]:
-    """File name -> text of the files that start the emitted module.
+def render_training(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> dict[str, str]:
+    """File name -> text of the files that start the emitted module. Paths of the plan are counted from `folder`.
 
     Raises:
         HardwareError: the plan's cluster is not known here.
     """
-    per_node = load_cluster(plan.cluster).gpus_per_node
+    # Text only: the folder may not be there yet.
+    cluster = os.path.normpath(folder / plan.cluster) if plan.cluster.endswith(".toml") else plan.cluster
+    per_node = load_cluster(cluster).gpus_per_node
     nodes = -(-plan.gpus // per_node)
     if plan.gpus % nodes:
         raise ValueError(f"{plan.gpus} ranks do not fill {nodes} nodes evenly")

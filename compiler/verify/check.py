@@ -117,12 +117,13 @@ def _verify_shrunk(
     plan: Plan, arguments: Mapping[str, object] | None, dtype: str, timeout_seconds: float
 ) -> VerifyReport:
     from ...planner.driver import make_plan
+    from ...planner.plan_json import relative_to
     from ..package import emit_package
 
     planned = make_plan(shrunk_request(plan, arguments))
     with tempfile.TemporaryDirectory(prefix="autopar-shrunk-") as folder:
         package = Path(folder, "package")
-        emit_package(planned.plan, planned.graph, package, force=False)
+        emit_package(relative_to(planned.plan, package), planned.graph, package, force=False)
         found = verify(planned.plan, package, graph=planned.graph, dtype=dtype, timeout_seconds=timeout_seconds)
     return replace(found, notes=(*not_covered(plan, planned.plan), *found.notes))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from autopar.cli.exit_codes import ExitCode
+from autopar.cost_models.hardware import catalogue
 from autopar.planner.plan_json import plan_from_json, plan_to_json
 
 Run = Callable[..., Any]
@@ -52,6 +53,20 @@ def planned(run: Run, folder: Path) -> Path:
     found = run("plan", "net.py", "--gpus", "2", "--mesh", "tp=2", "--quiet")
     assert found.code == ExitCode.DONE, found.err
     return folder / "net-autopar"
+
+
+def test_cluster_file_is_found_from_elsewhere(run: Run, folder: Path) -> None:
+    """The plan names it from its own folder; the launch script needs its nodes."""
+    source = Path(catalogue.__file__).with_name("clusters") / "l40s.toml"
+    text = source.read_text().replace("gpus_per_node = { value = 8", "gpus_per_node = { value = 1")
+    (folder / "mine.toml").write_text(text)
+    found = run("plan", "net.py", "--gpus", "2", "--mesh", "tp=2", "--cluster", "mine.toml", "--out", "deep/out", "-q")
+    assert found.code == ExitCode.DONE, found.err
+    assert json.loads((folder / "deep" / "out" / "plan.json").read_text())["cluster"] == "../../mine.toml"
+    assert "NNODES:-2" in (folder / "deep" / "out" / "launch.sh").read_text()
+    found = run("emit", "deep/out/plan.json", "--out", "other", "-q")
+    assert found.code == ExitCode.DONE, found.err
+    assert (folder / "other" / "launch.sh").read_bytes() == (folder / "deep" / "out" / "launch.sh").read_bytes()
 
 
 def test_what_plan_prints(run: Run, folder: Path) -> None:
