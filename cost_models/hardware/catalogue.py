@@ -37,6 +37,11 @@ def _find(name_or_path: str, folder: str, what: str) -> Path:
     if _is_path(name_or_path):
         return Path(name_or_path)
     names = _names(folder)
+    if folder == "clusters" and name_or_path not in names and name_or_path in gpu_names():
+        raise HardwareError(
+            f"{name_or_path} is a GPU, and no cluster of it is known",
+            fix=f'give the path of a cluster file that has gpu = "{name_or_path}" and says how its nodes are linked',
+        )
     if name_or_path not in names:
         raise HardwareError(
             f"there is no {what} {name_or_path!r}",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from autopar.cost_models.errors import HardwareError
-from autopar.cost_models.hardware import cluster_names, gpu_names, load_cluster, load_gpu
+from autopar.cost_models.hardware import catalogue, cluster_names, gpu_names, load_cluster, load_gpu
 
 GPU = """
 description = "test"
@@ -207,3 +207,12 @@ def test_impossible_numbers_of_gpus() -> None:
 def test_a_rate_that_a_device_lacks() -> None:
     with pytest.raises(HardwareError, match="a100-80g-sxm has no float8"):
         load_gpu("a100-80g-sxm").rate("float8")
+
+
+def test_gpu_without_a_cluster_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"clusters": ("h100-sxm",), "gpus": ("h100-sxm", "l4")}
+    monkeypatch.setattr(catalogue, "_names", names.__getitem__)
+    load_cluster.cache_clear()
+    with pytest.raises(HardwareError, match="l4 is a GPU") as caught:
+        load_cluster("l4")
+    assert 'gpu = "l4"' in str(caught.value.fix)
