@@ -14,12 +14,14 @@ def format_measure(measure: Measure, value: float) -> str:
 
 
 def format_change(measure: Measure) -> str:
-    """ "+4.2%", "new" where nothing became something, "=" where equal, "~" where the change rounds to nothing."""
+    """ "+4.2%", "new" where nothing became something, "=" if equal, "~" where it rounds to nothing, "75x" if huge."""
     change = measure.change_fraction
     if change is None:
         return "new"
     if change == 0:
         return "="
+    if change >= 9:
+        return f"{float(f'{1 + change:.3g}'):,g}x"
     return "~" if abs(change) < 0.0005 else f"{change:+.1%}"
 
 
