@@ -20,7 +20,8 @@ from .assignment import NoAssignment
 from .candidates import CHECKPOINTS, schedules_for, zeros_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
-from .step_model import Policy, StepModel, Uses
+from .step_model import Policy, StepModel
+from .step_uses import Uses
 
 if TYPE_CHECKING:
     from ..sharding.program import Placements
@@ -167,7 +168,13 @@ def joint_problem(leaves: Leaves, uses: Uses) -> tuple[Built, list[list[int]]]:
 def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> StepModel:
     """The step of a policy as a linear program."""
     return StepModel(
-        uses.space, setting.graph, built, uses, alive, policy, optimizer=setting.optimizer, precision=setting.precision
+        built,
+        uses,
+        alive,
+        policy,
+        master=setting.graph,
+        optimizer=setting.optimizer,
+        precision=setting.precision,
     )
 
 

@@ -18,7 +18,8 @@ from .assignment import NoAssignment
 from .candidates import CHECKPOINTS, schedules_for, zeros_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .problem import Built
-from .step_model import Policy, Uses
+from .step_model import Policy
+from .step_uses import Uses
 
 if TYPE_CHECKING:
     from .sweep import Candidate, Setting

@@ -40,7 +40,8 @@ from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
 from .refine import Refiner
 from .stages_ilp import Cutting, cut_by_ilp
-from .step_model import Policy, Uses, splits
+from .step_model import Policy
+from .step_uses import Uses, splits
 
 Progress = Callable[[str], None]
 # What memory costs, tried in turn where the quickest plan does not fit; times a step over the device's memory.

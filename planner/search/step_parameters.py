@@ -1,0 +1,172 @@
+"""Columns of a step -> what the parameters of a stage take: bytes, accumulation, gradients, optimizer, from below.
+
+For parameters p of a stage s, after its last microbatch:
+
+    A_s >= gradients over dp and tp + O_s,  O_s >= optimizer on the device, O_s >= on the host
+    D_s >= gather and reduction of an FSDP group, each group           nothing hides the largest
+
+Prices of messages grow slower than their size, so a sum of sizes is priced by the chord to the largest it can be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ...cost_models.optimizer import optimizer_seconds
+from ..capture.graph import ITEM_BYTES, Kind, ModelGraph
+from ..sharding.placement import REPLICATED, SUMMED_GRADIENT
+from .assignment import Choice
+from .linear import Linear, add, scaled, sum_of
+from .prices import ACCUMULATED_BYTES, Prices
+from .step_collectives import HeldParameter, held_shape, padded_bytes
+from .step_columns import SCALE, StepColumns
+from .step_uses import layout_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParameters:
+    """Parameters of a stage, each once: (vertex, template, node) and how many there are of it."""
+
+    counts: Mapping[tuple[int, int, str], int]
+    groups: tuple[tuple[tuple[int, int, str], ...], ...]  # distinct FSDP groups
+
+
+class StepParameters:
+    """`zero` None: any ZeRO stage. `master` has the dtypes that are stored."""
+
+    def __init__(
+        self, columns: StepColumns, master: ModelGraph, prices: Prices, *, zero: int | None, optimizer: str
+    ) -> None:
+        self.columns, self.space, self.built = columns, columns.space, columns.built
+        self.master, self.prices = master, prices
+        self.mesh, self.cluster = prices.mesh, prices.cluster
+        self.zero, self.optimizer = zero, optimizer
+
+    def of_stage(self, first: int, last: int) -> StageParameters:
+        """Parameters of units [first, last)."""
+        graph = self.space.graph
+        counts: Counter[tuple[int, int, str]] = Counter()
+        groups: dict[tuple[object, ...], None] = {}
+        seen: set[str] = set()
+        by_group: dict[str, list[tuple[int, int, str]]] = {}
+        for index in range(max(first, 1), last):
+            unit = graph.units[index]
+            template = graph.templates[unit.template]
+            for name, fqn in unit.tensors:
+                if template.by_name[name].kind is not Kind.PARAMETER or fqn in seen:
+                    continue
+                seen.add(fqn)
+                key = (self.columns.vertex[unit.template, name], unit.template, name)
+                counts[key] += 1
+                by_group.setdefault(unit.fqn if template.is_module else "", []).append(key)
+        for members in by_group.values():
+            groups.setdefault(tuple(members))
+        return StageParameters(counts=counts, groups=tuple(groups))  # type: ignore[arg-type]
+
+    def after(self, parameters: StageParameters) -> tuple[Linear, Linear]:
+        """(accumulation in each microbatch, gradients and optimizer once a step), at least."""
+        mesh, price, stack, gpu = self.mesh, self.prices.use_seconds, self.prices.stack, self.cluster.gpu
+        shards = self._shards()
+        accumulation: Linear = {}
+        if mesh.microbatches > 1 and not (shards > 1 and stack.accumulation == "sharded"):
+            numel = self.total(parameters, lambda p: float(prod(p.shape)) if p.trainable else 0.0, master=False)
+            per_item = ACCUMULATED_BYTES[stack.gradient_dtype] / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+            accumulation = scaled(numel, per_item * SCALE)
+        once: Linear = {}
+        if self.zero is None:
+            pass  # some stage may hide what others show
+        elif mesh.dp > 1 and shards == 1 and stack.gradient_sync == "exposed":
+            trained = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=False)
+            add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
+        elif shards > 1:
+            add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
+        if mesh.tp > 1:
+            partial = self.total(parameters, lambda p: size_of(p) if "tp" in p.partial else 0.0, master=False)
+            add(once, self.columns.chord(partial, lambda size: price("tp", "all_reduce", size // shards)))
+        stored = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
+        probe = 1 << 30
+        rate = optimizer_seconds(probe, gpu, optimizer=self.optimizer) / probe
+        device = add(scaled(stored, rate / shards * SCALE), {None: -rate * SCALE})
+        host: Linear = {
+            None: optimizer_seconds(0, gpu, optimizer=self.optimizer, num_tensors=self._num_tensors(parameters)) * SCALE
+        }
+        add(once, self.columns.largest("O", (device, host)))
+        return accumulation, once
+
+    def _exposed(self, members: Sequence[tuple[int, int, str]]) -> Linear:
+        """Gather and reduction of one FSDP group, which nothing hides if it is the largest."""
+        shards = self.mesh.dp // self.prices.replicas
+
+        def both(size: int) -> float:
+            return self.prices.use_seconds("shard", "all_gather", size) + self.prices.use_seconds(
+                "shard", "reduce_scatter", size
+            )
+
+        def padded(held: HeldParameter) -> float:
+            return float(padded_bytes(held, shards)) if held.trainable else 0.0
+
+        if len(members) == 1:
+            return self._bytes(members[0], lambda held: both(int(padded(held))) * SCALE, master=False)
+        return self.columns.chord(sum_of([(self._bytes(key, padded, master=False), 1.0) for key in members]), both)
+
+    def _num_tensors(self, parameters: StageParameters) -> int:
+        graph = self.space.graph
+        return sum(
+            count
+            for (_, t, name), count in parameters.counts.items()
+            if graph.templates[t].by_name[name].output.requires_grad
+        )  # fmt: skip
+
+    def _shards(self) -> int:
+        """Ranks that share the optimizer's work, at most."""
+        return self.mesh.dp if self.zero is None or self.zero >= 2 else 1
+
+    def optimizer_share(self, parameters: StageParameters) -> Linear:
+        """Seconds of the optimizer on the fullest of the stages, at least."""
+        shards = self._shards()
+        probe = 1 << 30
+        rate = optimizer_seconds(probe, self.cluster.gpu, optimizer=self.optimizer) / probe
+        stored = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
+        return scaled(stored, rate * SCALE / shards / self.mesh.pp)
+
+    def _held(self, key: tuple[int, int, str], choice: Choice, master: bool) -> HeldParameter:
+        _, t, name = key
+        graph = self.master if master else self.space.graph
+        node = graph.templates[t].by_name[name]
+        state = choice.outputs[0]
+        assert isinstance(state, tuple)
+        layout = layout_of(state, self.built.axes)
+        pair = layout.get("tp", REPLICATED)
+        partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
+        return HeldParameter(
+            fqn=name,
+            shape=held_shape(node.output, pair, self.mesh.tp),  # type: ignore[arg-type]
+            dtype=node.output.dtype,
+            trainable=node.output.requires_grad,
+            partial=partial,
+            group="",
+        )
+
+    def _bytes(self, key: tuple[int, int, str], amount: Callable[[HeldParameter], float], *, master: bool) -> Linear:
+        return self.columns.chosen(key[0], lambda choice: amount(self._held(key, choice, master)))
+
+    def trained(self, key: tuple[int, int, str]) -> Linear:
+        """Bytes of one parameter as it is stored, 0 where it is frozen."""
+        return self._bytes(key, lambda held: size_of(held) if held.trainable else 0.0, master=True)
+
+    def total(self, parameters: StageParameters, amount: Callable[[HeldParameter], float], *, master: bool) -> Linear:
+        """The sum of an amount over the parameters of a stage."""
+        return sum_of([(self._bytes(key, amount, master=master), count) for key, count in parameters.counts.items()])
+
+
+def size_of(held: HeldParameter) -> float:
+    """Bytes of a parameter on one rank of tp."""
+    return float(prod(held.shape) * ITEM_BYTES[held.dtype])
+
+
+def padded_of(held: HeldParameter, dp: int) -> float:
+    """The same, padded to equal shards over dp."""
+    return float(padded_bytes(held, dp))

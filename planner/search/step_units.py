@@ -1,0 +1,227 @@
+"""Columns of a step -> seconds and bytes of each template in one microbatch, linear in them, as they are or from below.
+
+For templates t, values g that consumers k ask for, values v that operations n keep:
+
+    F_t >= device seconds of t's operations and copies, F_t >= its host seconds            the same for B_t (backward)
+                                                                      and R_t (what is computed again before B_t)
+    W_g >= price of what consumer k of value g asks for, each k        consumers may share all but the dearest
+    K_v >= bytes of v that operation n keeps, each n;  M_t >= twice a result of t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pulp
+
+from ..capture.graph import Kind, Node, Ref
+from .assignment import Choice
+from .linear import Linear, add, scaled, sum_of
+from .prices import saved_on_device
+from .problem import State
+from .step_columns import MIB, SCALE, StepColumns
+from .step_uses import MoveUse, OperationUse, Uses, labels_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTerms:
+    forward: Linear
+    backward: Linear
+    kept_bytes: Linear
+    temporary: pulp.LpVariable | None
+
+
+class StepUnits:
+    """What units take, without their edges (`template`), and what the edges between them take (`edges`)."""
+
+    def __init__(self, columns: StepColumns, uses: Uses) -> None:
+        self.columns, self.space, self.built = columns, columns.space, columns.built
+        self.uses, self.prices = uses, uses.prices
+        self.views = {
+            (t, name) for (t, name, _), use in uses.operations.items() if use.is_view
+        }  # fmt: skip
+
+    def template(self, t: int, recompute: bool) -> UnitTerms:
+        """One unit without its edges."""
+        template = self.space.graph.templates[t]
+        operations = [node for node in template.nodes if node.kind is Kind.OP]
+        inner = [index for index, owner in enumerate(self._owners()) if owner == t]
+        again, fed = self._again(t) if recompute else ((), ())
+
+        def every(vertex: int) -> bool:
+            return True
+
+        def repeated(vertex: int) -> bool:
+            return any(key in fed for key in self.built.keys[vertex])
+
+        def pass_cost(way: int, nodes: Sequence[Node], readers: Callable[[int], bool]) -> tuple[Linear, Linear]:
+            device: Linear = {}
+            host: Linear = {}
+            messages: Linear = {}
+            for node in nodes:
+                n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
+                add(device, self.columns.chosen(n, lambda c, use=use: use(c).device[way] * SCALE))
+                add(host, self.columns.chosen(n, lambda c, use=use: use(c).host[way] * SCALE))
+                add(messages, self.columns.chosen(n, lambda c, use=use: use(c).messages[way] * SCALE))
+            for index in inner:
+                add(device, self._moves(index, lambda use: use.copies[way] * SCALE, readers))
+                add(messages, self._moves(index, lambda use: use.messages[way] * SCALE, readers))
+            return self.columns.largest("C", (device, host)), messages
+
+        ahead, sent = pass_cost(0, operations, every)
+        back, returned = pass_cost(1, operations, every)
+        forward = sum_of([(ahead, 1.0), (sent, 1.0)])
+        backward = sum_of([(back, 1.0), (returned, 1.0)])
+        kept = self._kept(t, operations)
+        results = [self._results_bytes(t, node.name) for node in operations]
+        temporary = results
+        if recompute:
+            nodes = [node for node in operations if (t, node.name) in again]
+            ahead, sent = pass_cost(0, nodes, repeated)
+            backward = sum_of([(backward, 1.0), (ahead, 1.0), (sent, 1.0)])
+            temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
+            kept = self._inputs_bytes(t)
+        column = self.columns.column("M")
+        for part in temporary:
+            self.columns.at_least(column, scaled(part, 1 / MIB))
+        return UnitTerms(forward=forward, backward=backward, kept_bytes=kept, temporary=column)
+
+    def edges(self) -> dict[tuple[int, int, int, str], tuple[Linear, Linear]]:
+        """Forward and backward of (source template, output, target template, input)."""
+        found = {}
+        offset = len(self.built.problem.groups) - len(self.space.edges)
+        for position, edge in enumerate(self.space.edges):
+            ways = []
+            for way in (0, 1):
+                index = offset + position
+                copies = self._moves(index, lambda use: use.copies[way] * SCALE, lambda vertex: True)  # noqa: B023
+                sent = self._moves(index, lambda use: use.messages[way] * SCALE, lambda vertex: True)  # noqa: B023
+                ways.append(sum_of([(copies, 1.0), (sent, 1.0)]))
+            found[edge.source, edge.output, edge.target, edge.node] = (ways[0], ways[1])
+        return found
+
+    def _moves(self, index: int, part: Callable[[MoveUse], float], readers: Callable[[int], bool]) -> Linear:
+        """What the conversions of a value take at least; `readers` says which consumers count."""
+        group = self.built.problem.groups[index]
+        value = self.columns.value(group)
+        amounts: list[Linear] = []
+        for (vertex, _), edges in zip(group.consumers, self.columns.wanted[index], strict=True):
+            if not readers(vertex):
+                continue
+            found: Linear = {}
+            for (source, target), column in edges.items():
+                use = self.uses.moves.get((value, source, target)) if source != target else None
+                if use is not None and part(use):
+                    add(found, {column: part(use)})
+            amounts.append(found)
+        if len(amounts) > 1 and self._is_one_step(index):
+            return self._shared(amounts, index, part, readers)
+        return self.columns.largest("W", amounts)
+
+    def _is_one_step(self, index: int) -> bool:
+        """Whether no conversion of the group goes over several axes: then equal targets alone are shared."""
+        return all(
+            sum(p != r for p, r in zip(source, target, strict=True)) <= 1
+            for edges in self.columns.wanted[index]
+            for source, target in edges
+        )  # fmt: skip
+
+    def _shared(
+        self, amounts: list[Linear], index: int, part: Callable[[MoveUse], float], readers: Callable[[int], bool]
+    ) -> Linear:
+        """sum over (made, wanted) of the price, once for all that ask for it."""
+        group = self.built.problem.groups[index]
+        value = self.columns.value(group)
+        by_pair: dict[tuple[State, State], list[Linear]] = {}
+        for (vertex, _), edges in zip(group.consumers, self.columns.wanted[index], strict=True):
+            if readers(vertex):
+                for key, column in edges.items():
+                    use = self.uses.moves.get((value, *key)) if key[0] != key[1] else None
+                    if use is not None and part(use):
+                        by_pair.setdefault(key, []).append({column: part(use)})
+        return sum_of([(self.columns.largest("z", parts), 1.0) for parts in by_pair.values()])
+
+    def _use(self, t: int, name: str) -> Callable[[Choice], OperationUse]:
+        return lambda choice: self.uses.operations[t, name, labels_of(choice)]
+
+    def _results_bytes(self, t: int, name: str) -> Linear:
+        """Twice the largest result, as the evaluation takes an operation's scratch to be."""
+        use = self._use(t, name)
+        return self.columns.chosen(self.columns.vertex[t, name], lambda choice: 2.0 * use(choice).result_bytes)
+
+    def _owners(self) -> list[int]:
+        """The template of every group that lies inside one; -1 for edges between units."""
+        groups = self.built.problem.groups
+        inside = len(groups) - len(self.space.edges)
+        owners = []
+        for index, group in enumerate(groups):
+            keys = [self.built.keys[n] for n, _ in group.consumers]
+            owners.append(keys[0][0][0] if index < inside else -1)
+        return owners
+
+    def _again(self, t: int) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
+        """Operations that run again, and those whose conversions do: all, or those up to the last that keeps something.
+
+        An operand is kept before its operation runs, so that one need not run itself.
+        """
+        template = self.space.graph.templates[t]
+        keys = tuple((t, node.name) for node in template.nodes if node.kind is Kind.OP)
+        if self.prices.stack.recompute != "until last saved":
+            return keys, keys
+        run = fed = 0
+        for index, (_, name) in enumerate(keys):
+            node = template.by_name[name]
+            if not any(value.requires_grad for value in node.outputs):
+                continue
+            saved = saved_on_device(node, [template.type_of(ref) for ref in node.operands], node.outputs)
+            if saved.outputs or saved.extra_bytes:
+                run = fed = index + 1
+            elif saved.operands:
+                run, fed = index, index + 1
+        return keys[:run], keys[:fed]
+
+    def _root(self, t: int, ref: Ref) -> Ref:
+        template = self.space.graph.templates[t]
+        node = template.by_name[ref.node]
+        while (t, node.name) in self.views and node.operands:
+            ref = node.operands[0]
+            node = template.by_name[ref.node]
+        return ref
+
+    def _kept(self, t: int, operations: Sequence[Node]) -> Linear:
+        """Bytes that autograd keeps: every value once, however many keep it."""
+        template = self.space.graph.templates[t]
+        by_root: dict[Ref, list[Linear]] = {}
+        extra: Linear = {}
+        for node in operations:
+            n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
+            add(extra, self.columns.chosen(n, lambda c, use=use: float(use(c).extra_bytes)))
+            refs = {ref for k in self.columns.alive[n] for ref, _ in use(self.built.problem.choices[n][k]).kept}
+            for ref in sorted(refs, key=lambda ref: (ref.node, ref.index)):
+                root = self._root(t, ref)
+                kind = template.by_name[root.node].kind
+                if kind is not Kind.OP and not (kind is Kind.INPUT and template.type_of(root).requires_grad):
+                    continue
+
+                def size(choice: Choice, use: Callable[[Choice], OperationUse] = use, ref: Ref = ref) -> float:
+                    return max((float(b) for r, b in use(choice).kept if r == ref), default=0.0)
+
+                by_root.setdefault(root, []).append(self.columns.chosen(n, size))
+        parts = [(scaled(extra, 1 / MIB), MIB)]
+        for amounts in by_root.values():
+            parts.append((self.columns.largest("K", [scaled(amount, 1 / MIB) for amount in amounts]), MIB))
+        return sum_of(parts)
+
+    def _inputs_bytes(self, t: int) -> Linear:
+        template = self.space.graph.templates[t]
+        found: Linear = {}
+        for node in template.of_kind(Kind.INPUT):
+            if node.output.requires_grad:
+                add(
+                    found,
+                    self.columns.chosen(
+                        self.columns.vertex[t, node.name], lambda c, v=node.output: self.columns.local_bytes(v, c)
+                    ),
+                )
+        return found
