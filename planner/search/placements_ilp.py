@@ -37,6 +37,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, isinf
+from typing import Any
 
 import pulp
 
@@ -248,7 +249,8 @@ class _Model:
         if self.x[vertex, ks[0]] is None:
             self._equal(terms, 1.0)
             return
-        terms.extend((self.x[vertex, k], -1.0) for k in ks)
+        columns = [(self.x[vertex, k], -1.0) for k in ks]
+        terms.extend((column, sign) for column, sign in columns if column is not None)
         self._equal(terms, 0.0)
 
     def _add_memory_row(self, limit_bytes: float) -> None:
@@ -270,7 +272,8 @@ class _Model:
 
     @property
     def objective_seconds(self) -> float:
-        return (self.constant + (pulp.value(self.lp.objective) or 0.0)) / _SCALE
+        value: Any = pulp.value(self.lp.objective)  # a number once solved; pulp's types allow expressions
+        return (self.constant + (value or 0.0)) / _SCALE
 
     def run(self, *, as_mip: bool, time_limit_seconds: float | None) -> dict[tuple[int, int], float]:
         """Values of x.

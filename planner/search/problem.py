@@ -19,7 +19,7 @@ parallelism, another axis. No parameter is gathered over tp: that is what FSDP d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -422,7 +422,7 @@ class _Builder:
         wanted = dict.fromkeys(_state(c.operands[j]) for n, j in consumers for c in self.choices[n])
         may_slice = crosses and t == self.space.prelude
         is_parameter = self.space.graph.templates[t].by_name[ref.node].kind is Kind.PARAMETER
-        prices: dict[tuple[State, State], float] = {}
+        prices: dict[tuple[Hashable, Hashable], float] = {}
         for source in made:
             for target in wanted:
                 if source == target:

@@ -215,6 +215,7 @@ class _Sweep:
         try:
             evaluator = self._evaluator(mesh, placements)
             assert policy.stages is not None
+            assert policy.zero is not None
             return self._costed(evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint)
         except (KeyError, ValueError):
             return None  # the conversions of two axes do not go together
