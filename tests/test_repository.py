@@ -132,7 +132,7 @@ def test_modules_have_docstrings_and_fit_in_the_head() -> None:
 
 
 def test_nothing_is_left_unfinished() -> None:
-    marks = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    marks = re.compile(r"\b(TODO|FIXME|XXX|raise NotImplementedError)\b")
     bad = [f"{file.relative_to(ROOT)}" for file in SOURCES if marks.search(file.read_text())]
     assert not bad
 
