@@ -1,0 +1,83 @@
+"""The parameters and units of a stage -> bytes by component on one of its ranks, at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
+from .parameter_seconds import bytes_by_group, parameter_bytes
+from .prices import Prices
+from .step_collectives import HeldParameter
+from .unit_costs import UnitCost
+
+# ZeRO-1 reduces gradients and gathers parameters in buckets. Source: defaults of deepspeed.ai/docs/config-json.
+_ZERO1_BUCKET_ELEMENTS = 500_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Memory of stages under one optimizer and precision."""
+
+    prices: Prices
+    optimizer: str
+    precision: str
+
+    def without_activations(
+        self,
+        units: Sequence[UnitCost],
+        held: Sequence[HeldParameter],
+        stored: Sequence[HeldParameter],
+        zero: int,
+    ) -> Memory:
+        """Peak bytes without activations and overhead. Under ZeRO with several microbatches FSDP2 keeps gathered
+        parameters and unreduced gradients until the last backward; with one only those of the groups at work."""
+        dp = self.prices.mesh.dp
+        trained = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable)
+        frozen = sum(parameter_bytes(parameter) for parameter in stored if not parameter.trainable)
+        memory = state_bytes(
+            trained,
+            zero=zero,
+            dp=dp,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            largest_unit_bytes=max(bytes_by_group(stored, 1).values(), default=0),
+            frozen_bytes=frozen,
+        )
+        memory = self._as_kept(memory)
+        if zero == 1 and dp > 1:
+            bucket = min(_ZERO1_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], sum(map(parameter_bytes, held)))
+            memory = replace(memory, gather_buffers=2 * bucket)
+        if zero >= 2 and dp > 1:
+            stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
+            keeps_gradients = is_accumulated and stack.accumulation == "unsharded"
+            whole = sum(bytes_by_group(held, dp).values()) if keeps_gradients or stack.resharding == "never" else 0
+            if keeps_gradients:
+                whole += sum(bytes_by_group([p for p in held if p.trainable], dp).values())
+            memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
+        return memory + Memory(temporary=max((unit.working_bytes for unit in units), default=0))
+
+    def with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
+        """Bytes by component, with what `in_flight` microbatches keep and the overhead."""
+        memory = replace(memory, activations=int(in_flight * saved_bytes))
+        memory += overhead_bytes(memory, self.prices.cluster.gpu)
+        return memory.by_component()
+
+    def _as_kept(self, memory: Memory) -> Memory:
+        """States in the dtypes that the stack keeps them in."""
+        share = COMPUTE_BYTES[self.precision] / COMPUTE_BYTES["fp32"]
+        if self.prices.stack.states == "float32 master" or share == 1:
+            return memory
+        if self.prices.stack.states == "float32 master, both gradients":
+            return replace(memory, gradients=int(memory.gradients * (1 + share)))
+        lower = replace(memory, gradients=int(memory.gradients * share))
+        if self.prices.stack.states != "compute dtype":
+            return lower
+        # Parameters are stored as they compute: no masters, and what was gathered is no second copy.
+        stored = int(memory.master_weights * share)
+        return replace(
+            lower,
+            parameters=max(memory.parameters, stored),
+            master_weights=0,
+            optimizer=int(memory.optimizer * share),
+        )

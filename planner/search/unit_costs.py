@@ -1,0 +1,284 @@
+"""A lowered program -> seconds and bytes of every unit in one microbatch, whole or run again before its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ...cost_models.compute import device_seconds, host_seconds
+from ...cost_models.work import Work
+from ..capture.graph import ModelGraph
+from ..sharding.mesh import Mesh
+from ..sharding.placement import local_type
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
+from ..sharding.redistribute import Change
+from .kernels import kept_by_kernels, stack_work, stack_works
+from .prices import Prices, saved_on_device
+
+# What is run again before its backward: nothing, every block, every second block, most blocks, the attention kernel of
+# each block, or all but attention and every second matrix product of each block.
+RECOMPUTE = ("none", "full", "alternate", "most", "attention", "operations")
+_NONE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
+VARIES_BY_UNIT = (_ALTERNATE, _MOST)  # not the same for all units of a template
+_MOST_OF = 5  # "most": all blocks but every fifth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """One direction of a unit in one microbatch: what computes, and collectives by axis."""
+
+    compute: float = 0.0
+    tp: float = 0.0
+    dp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tp + self.dp
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(compute=self.compute + other.compute, tp=self.tp + other.tp, dp=self.dp + other.dp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost:
+    """A unit in one microbatch. `saved_bytes` is kept until its backward; `working_bytes` lives only while it runs."""
+
+    forward: Seconds
+    backward: Seconds
+    saved_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepCost:
+    """One operation or conversion of a template."""
+
+    forward: Seconds
+    backward: Seconds
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+
+
+def _total(steps: Sequence[_StepCost], *, forward: bool) -> Seconds:
+    """One direction of a run of steps: the longer of device and host."""
+    total = Seconds()
+    host = 0.0
+    for step in steps:
+        total += step.forward if forward else step.backward
+        host += step.host_forward if forward else step.host_backward
+    return replace(total, compute=max(total.compute, host))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """Costs of the units of one program. Each template and kind of edge is priced once."""
+
+    program: ModelProgram
+    prices: Prices
+    _templates: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
+    _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, int]] = field(default_factory=dict, init=False)
+    _units: dict[tuple[object, ...], UnitCost] = field(default_factory=dict, init=False)
+    _steps: dict[int, list[_StepCost]] = field(default_factory=dict, init=False)
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.program.graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.prices.mesh
+
+    def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
+        """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
+        policy = self._policy(index, recompute)
+        unit = self.graph.units[index]
+        sources = tuple((self.graph.units[value.unit].template, value.output) for value in unit.inputs)
+        key = (unit.template, policy, sources)
+        if key not in self._units:
+            cost = self.template(unit.template, recompute=policy)
+            forward, backward, kept = cost.forward, cost.backward, 0
+            for position in range(len(unit.inputs)):
+                ahead, back, size = self._edge(index, position)
+                forward, backward, kept = forward + ahead, backward + back, kept + size
+            self._units[key] = replace(cost, forward=forward, backward=backward, saved_bytes=cost.saved_bytes + kept)
+        return self._units[key]
+
+    def _policy(self, index: int, recompute: bool | str) -> str:
+        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
+        if policy not in (_ALTERNATE, _MOST):
+            return policy
+        mine = self.graph.units[index].template
+        before = sum(unit.template == mine for unit in self.graph.units[:index])
+        runs_again = before % 2 == 0 if policy == _ALTERNATE else before % _MOST_OF != _MOST_OF - 1
+        return _FULL if runs_again else _NONE
+
+    def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, int]:
+        """Conversions at an input; the bytes of what they made are counted by the unit that keeps its input."""
+        unit = self.graph.units[index]
+        value = unit.inputs[position]
+        key = (self.graph.units[value.unit].template, value.output, unit.template, position)
+        if key not in self._edges:
+            steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
+            forward, backward = self.changes_seconds(steps)
+            self._edges[key] = forward, backward, 0
+        return self._edges[key]
+
+    def changes_seconds(self, steps: Sequence[Change]) -> tuple[Seconds, Seconds]:
+        """Forward and backward of conversions."""
+        forward, backward = Seconds(), Seconds()
+        for step in steps:
+            axis = self.mesh.axis(step.axis)
+            if axis.is_time:
+                continue
+            ahead, back = self.prices.uses_seconds(step.collectives(axis))
+            copy_ahead, copy_back = self.prices.copies(step)
+            forward += _on_axis(step.axis, ahead) + Seconds(compute=copy_ahead)
+            backward += _on_axis(step.axis, back) + Seconds(compute=copy_back)
+        return forward, backward
+
+    def template(self, index: int, *, recompute: bool | str) -> UnitCost:
+        """A unit of a template without its edges."""
+        lowered = self.program.templates[index]
+        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
+        policy = policy if lowered.template.is_module else _NONE
+        key = (index, policy)
+        if key not in self._templates:
+            if index not in self._steps:
+                self._steps[index] = self._step_costs(lowered)
+            steps = self._steps[index]
+            if policy == _NONE:
+                self._templates[key] = self._template(lowered, steps)
+            else:
+                self._templates[key] = self._recomputed(index, policy, steps)
+        return self._templates[key]
+
+    def _recomputed(self, index: int, policy: str, steps: Sequence[_StepCost]) -> UnitCost:
+        """Checkpointing: part of the forward runs again before the backward, and what it makes is not kept."""
+        plain = self.template(index, recompute=False)
+        lowered = self.program.templates[index]
+        again = self._again(lowered, policy)
+        forward = _total([step for step, runs in zip(steps, again, strict=True) if runs], forward=True)
+        if policy == _FULL:
+            kept = sum(
+                local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
+                for made in lowered.inputs
+                if lowered.template.type_of(made.ref).requires_grad
+            )
+            working = plain.working_bytes + plain.saved_bytes
+        else:
+            kept, _ = self._kept(lowered, without=again)
+            working = plain.working_bytes + plain.saved_bytes - kept
+        return UnitCost(
+            forward=plain.forward, backward=plain.backward + forward, saved_bytes=kept, working_bytes=working
+        )
+
+    def _again(self, lowered: TemplateProgram, policy: str) -> list[bool]:
+        """Which steps of a template run again."""
+        if policy == _ATTENTION:
+            return [isinstance(step, Compute) and "attention" in step.node.op for step in lowered.steps]
+        if policy == _OPERATIONS:
+            found: list[bool] = []
+            products = 0
+            for step in lowered.steps:
+                if isinstance(step, Convert):
+                    found.append(False)
+                    continue
+                forward = stack_work(step.node, step.operand_types, step.outputs, self.prices.stack).forward
+                products += bool(forward.gemms)
+                found.append(not forward.attention_flops and (not forward.gemms or products % 2 == 0))
+            return found
+        last = len(lowered.steps)
+        if self.prices.stack.recompute == "until last saved":
+            last = 0
+            for index, step in enumerate(lowered.steps):
+                if isinstance(step, Compute) and any(value.requires_grad for value in step.outputs):
+                    saved = saved_on_device(step.node, step.operand_types, step.outputs)
+                    # An operand is kept before the operation runs, a result after it.
+                    if saved.outputs or saved.extra_bytes:
+                        last = index + 1
+                    elif saved.operands:
+                        last = index
+        return [index < last for index in range(len(lowered.steps))]
+
+    def _step_costs(self, lowered: TemplateProgram) -> list[_StepCost]:
+        gpu, stack = self.prices.cluster.gpu, self.prices.stack
+        # Fused traffic is left out below: what remains runs as eager kernels do.
+        priced = replace(stack, fusion="eager")
+        found: list[_StepCost] = []
+        for step, work in zip(lowered.steps, stack_works(lowered, stack), strict=True):
+            if isinstance(step, Convert) or work is None:
+                assert isinstance(step, Convert)
+                ahead, back = self.changes_seconds((step.change,))
+                found.append(_StepCost(forward=ahead, backward=back))
+                continue
+            forward = Seconds(compute=device_seconds(work.forward, gpu, dtype=work.dtype, stack=priced))
+            backward = Seconds(
+                compute=device_seconds(work.backward, gpu, dtype=work.dtype, stack=priced, is_backward=True)
+            )
+            for use in step.collectives:
+                seconds = self.prices.use_seconds(use.axis, use.op, use.num_bytes)
+                if use.phase == "forward":
+                    forward += _on_axis(use.axis, seconds)
+                else:
+                    backward += _on_axis(use.axis, seconds)
+            found.append(
+                _StepCost(
+                    forward=forward,
+                    backward=backward,
+                    host_forward=host_seconds(work.forward, gpu, stack=priced),
+                    host_backward=host_seconds(work.backward, gpu, stack=priced),
+                )
+            )
+        return found
+
+    def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
+        saved, working = self._kept(lowered)
+        return UnitCost(
+            forward=_total(steps, forward=True),
+            backward=_total(steps, forward=False),
+            saved_bytes=saved,
+            working_bytes=working,
+        )
+
+    def _work(self, step: Compute) -> Work:
+        return stack_work(step.node, step.operand_types, step.outputs, self.prices.stack)
+
+    def _kept(self, lowered: TemplateProgram, without: Sequence[bool] = ()) -> tuple[int, int]:
+        """Bytes that autograd keeps of one unit, every tensor once (views are their base), and the largest result."""
+        template = lowered.template
+        base: dict[Var, Var] = {}
+        sizes: dict[Var, int] = {}
+        parts: dict[Var, int] = {}
+        extra = 0
+        largest = 0
+        held = {made for made in lowered.tensors}
+        held.update(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)
+        for index, step in enumerate(lowered.steps):
+            if isinstance(step, Convert):
+                gathers = step.change.conversion.forward == "all_gather"
+                if gathers and self.prices.stack.gathered_inputs == "gathered again":
+                    base[step.target] = base.get(step.source, step.source)
+                    parts[base[step.target]] = step.change.before.num_bytes
+                continue
+            work = self._work(step)
+            for result, value in zip(step.results, step.outputs, strict=True):
+                largest = max(largest, value.num_bytes)
+                if step.operands and not work.forward.kernels and not work.forward.bytes:
+                    base[result] = base.get(step.operands[0], step.operands[0])
+            if not any(value.requires_grad for value in step.outputs):
+                continue
+            if without and without[index]:
+                continue
+            saved = saved_on_device(step.node, step.operand_types, step.outputs)
+            extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
+            kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
+            kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
+            for made, size in kept:
+                root = base.get(made, made)
+                if root not in held:
+                    sizes[root] = max(sizes.get(root, 0), min(size, parts.get(root, size)))
+        return sum(sizes.values()) + extra, 2 * largest
+
+
+def _on_axis(axis: str, seconds: float) -> Seconds:
+    return Seconds(tp=seconds) if axis == "tp" else Seconds(dp=seconds)
