@@ -390,7 +390,7 @@ class _Builder:
             for choice in self.choices[vertex]
             if all(
                 pair == PARTIAL or (pair == REPLICATED and not axis.is_time)
-                for axis, pair in zip(self.axes, _state(choice.outputs[ref.index]), strict=True)
+                for axis, pair in zip(self.axes, state_of(choice.outputs[ref.index]), strict=True)
             )
         ]
 
@@ -418,8 +418,8 @@ class _Builder:
     ) -> None:
         value = self.space.graph.templates[t].type_of(ref)
         producer = (self.vertex[t, ref.node], ref.index)
-        made = dict.fromkeys(_state(choice.outputs[ref.index]) for choice in self.choices[producer[0]])
-        wanted = dict.fromkeys(_state(c.operands[j]) for n, j in consumers for c in self.choices[n])
+        made = dict.fromkeys(state_of(choice.outputs[ref.index]) for choice in self.choices[producer[0]])
+        wanted = dict.fromkeys(state_of(c.operands[j]) for n, j in consumers for c in self.choices[n])
         may_slice = crosses and t == self.space.prelude
         is_parameter = self.space.graph.templates[t].by_name[ref.node].kind is Kind.PARAMETER
         prices: dict[tuple[Hashable, Hashable], float] = {}
@@ -452,7 +452,8 @@ class _Builder:
         return True
 
 
-def _state(state: object) -> State:
+def state_of(state: object) -> State:
+    """A state of `Choice`, which leaves open what states are, as a pair per axis."""
     assert isinstance(state, tuple)
     return state
 

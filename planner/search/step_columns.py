@@ -17,7 +17,7 @@ from ..capture.graph import Kind, TensorType
 from ..sharding.placement import local_type
 from .assignment import Choice, Group, NoAssignment
 from .linear import Linear, add, scaled
-from .problem import Built, Space, State
+from .problem import Built, Space, State, state_of
 from .step_uses import labels_of, layout_of, splits
 
 SCALE = 1e6  # the solver sees microseconds
@@ -100,12 +100,12 @@ class StepColumns:
         producer, output = group.producer
         made: dict[State, list[int]] = {}
         for k in self.alive[producer]:
-            made.setdefault(choices[producer][k].outputs[output], []).append(k)
+            made.setdefault(state_of(choices[producer][k].outputs[output]), []).append(k)
         found = []
         for vertex, position in group.consumers:
             wanted: dict[State, list[int]] = {}
             for k in self.alive[vertex]:
-                wanted.setdefault(choices[vertex][k].operands[position], []).append(k)
+                wanted.setdefault(state_of(choices[vertex][k].operands[position]), []).append(k)
             edges: dict[tuple[State, State], pulp.LpVariable | None] = {
                 (p, r): None for p in made for r in wanted if (p, r) in group.prices
             }
@@ -143,9 +143,8 @@ class StepColumns:
 
     def local_bytes(self, value: TensorType, choice: Choice, output: int = 0) -> float:
         """Bytes of an output on one rank."""
-        state = choice.outputs[output]
-        assert isinstance(state, tuple)
-        return float(local_type(value, layout_of(state, self.built.axes), self.built.axes).num_bytes)  # type: ignore[arg-type]
+        layout = layout_of(state_of(choice.outputs[output]), self.built.axes)
+        return float(local_type(value, layout, self.built.axes).num_bytes)
 
     def chord(self, terms: Linear, seconds: Callable[[int], float]) -> Linear:
         """A price of a sum of bytes from below: the line to the largest it can be."""

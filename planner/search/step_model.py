@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pulp
 
@@ -252,7 +253,8 @@ class StepModel:
         bound = self.constant
         if self.columns.num_columns:
             run_solver(self.columns.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds)
-            bound += pulp.value(self.columns.lp.objective) or 0.0
+            value: Any = pulp.value(self.columns.lp.objective)  # a number once solved; pulp's types allow expressions
+            bound += value or 0.0
         chosen: list[int] = []
         for n, ks in enumerate(self.columns.alive):
             values = [1.0 if self.columns.x[n, k] is None else float(self.columns.x[n, k].varValue or 0.0) for k in ks]  # type: ignore[union-attr]

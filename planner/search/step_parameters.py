@@ -21,6 +21,7 @@ from ..sharding.placement import REPLICATED, SUMMED_GRADIENT
 from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
 from .prices import ACCUMULATED_BYTES, Prices
+from .problem import state_of
 from .step_collectives import HeldParameter, held_shape, padded_bytes
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
@@ -49,7 +50,7 @@ class StepParameters:
         """Parameters of units [first, last)."""
         graph = self.space.graph
         counts: Counter[tuple[int, int, str]] = Counter()
-        groups: dict[tuple[object, ...], None] = {}
+        groups: dict[tuple[tuple[int, int, str], ...], None] = {}
         seen: set[str] = set()
         by_group: dict[str, list[tuple[int, int, str]]] = {}
         for index in range(max(first, 1), last):
@@ -64,7 +65,7 @@ class StepParameters:
                 by_group.setdefault(unit.fqn if template.is_module else "", []).append(key)
         for members in by_group.values():
             groups.setdefault(tuple(members))
-        return StageParameters(counts=counts, groups=tuple(groups))  # type: ignore[arg-type]
+        return StageParameters(counts=counts, groups=tuple(groups))
 
     def after(self, parameters: StageParameters) -> tuple[Linear, Linear]:
         """(accumulation in each microbatch, gradients and optimizer once a step), at least."""
@@ -136,14 +137,12 @@ class StepParameters:
         _, t, name = key
         graph = self.master if master else self.space.graph
         node = graph.templates[t].by_name[name]
-        state = choice.outputs[0]
-        assert isinstance(state, tuple)
-        layout = layout_of(state, self.built.axes)
+        layout = layout_of(state_of(choice.outputs[0]), self.built.axes)
         pair = layout.get("tp", REPLICATED)
         partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
         return HeldParameter(
             fqn=name,
-            shape=held_shape(node.output, pair, self.mesh.tp),  # type: ignore[arg-type]
+            shape=held_shape(node.output, pair, self.mesh.tp),
             dtype=node.output.dtype,
             trainable=node.output.requires_grad,
             partial=partial,
