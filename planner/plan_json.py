@@ -31,6 +31,7 @@ from .plan import (
 )
 
 LINE_WIDTH = 120
+MESH_ORDER = ("pp", "dp", "tp")
 SIGNIFICANT_DIGITS = 6
 
 # A parsed JSON value; the checks below narrow it.
@@ -284,6 +285,7 @@ def _check_facts(data: Json, where: str) -> None:
 def _plan(data: Json) -> Plan:
     known = {field.name: data[field.name] for field in fields(Plan)}
     known["model"] = ModelSource(**data["model"])
+    known["mesh"] = {axis: data["mesh"][axis] for axis in MESH_ORDER}  # the file has them by name
     known["stages"] = tuple(StagePlan(**{**stage, "fqns": tuple(stage["fqns"])}) for stage in data["stages"])
     known["tensor_shapes"] = {pattern: tuple(shape) for pattern, shape in data["tensor_shapes"].items()}
     known["collectives"] = tuple(CollectivePlan(**entry) for entry in data["collectives"])

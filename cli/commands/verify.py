@@ -61,7 +61,14 @@ def verify(
         report(f"running the original and {ranks}")
         from ...compiler.verify import verify as run_verify
 
-        found = run_verify(plan, package, shrink=is_shrunk, dtype=dtype.value, timeout_seconds=timeout_seconds)
+        found = run_verify(
+            plan,
+            package,
+            shrink=is_shrunk,
+            arguments=set_values,
+            dtype=dtype.value,
+            timeout_seconds=timeout_seconds,
+        )
     if is_json:
         print_json({"ok": found.ok, **asdict(found)})
     else:

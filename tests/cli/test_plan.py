@@ -202,3 +202,18 @@ def test_verify_takes_other_arguments_only_shrunk(run: Run, planned: Path) -> No
     found = run("verify", planned, "--set", "width=4")
     assert found.code == ExitCode.USAGE
     assert "--shrink" in found.err
+
+
+@pytest.mark.gloo
+def test_verify_shrinks_the_mesh_and_the_model(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "big"
+    sample = Path(__file__).parents[2] / "sample_models" / "mlp.py"
+    made = run("plan", sample, "--set", "width=20000", "--gpus", 16, "--mesh", "dp=4,pp=4", "--out", out, "--quiet")
+    assert made.code == ExitCode.DONE, made.err
+    refused = run("verify", out, "--quiet")  # 2.4e9 numbers: never tried
+    assert refused.code == ExitCode.USAGE
+    assert "--shrink" in refused.err
+    found = run("verify", out, "--shrink", "--set", "width=16", "--quiet")
+    assert found.code == ExitCode.DONE, found.err + found.out
+    assert "ran pp=2,dp=2,tp=1 in place of pp=4,dp=4,tp=1" in found.out
+    assert "not covered: the model in its own size" in found.out

@@ -176,3 +176,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(AutoparError, match="UTF-8"):
         read_plan(tmp_path / "binary.json")
+
+
+def test_a_mesh_is_read_in_its_own_order(example_plan: Plan) -> None:
+    assert list(plan_from_json(plan_to_json(example_plan), where="plan.json").mesh) == ["pp", "dp", "tp"]
