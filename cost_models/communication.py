@@ -76,10 +76,11 @@ def _most_spread(size: int, stride: int, bases: tuple[int, ...], gpus_per_node: 
         if stride >= gpus_per_node:
             nodes = size
             break
-        ranks = range(first, first + size * stride, stride)
-        on_nodes = {rank // gpus_per_node for rank in ranks}
-        nodes = max(nodes, len(on_nodes))
-        boards = max(boards, ceil(len({rank // gpus_per_board for rank in ranks}) / len(on_nodes)))
+        last = first + (size - 1) * stride
+        on_nodes = last // gpus_per_node - first // gpus_per_node + 1  # no step of less than a node passes one by
+        on_boards = last // gpus_per_board - first // gpus_per_board + 1 if stride < gpus_per_board else size
+        nodes = max(nodes, on_nodes)
+        boards = max(boards, ceil(on_boards / on_nodes))
     ranks_per_node = ceil(size / nodes)
     beside = max(1, gpus_per_node // ranks_per_node)
     return Group(

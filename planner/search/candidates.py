@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.errors import AutoparError
@@ -250,4 +251,5 @@ def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
+    small = [k for k in range(1, isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_CHOICES = 700  # of the vertices of a program that is solved at all
 _MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
+_MOST_TRIES = 8  # assignments of a program whose memory is then found to be too large
 _ALL_CHOICES = 3000  # of all programs of one search
 
 Cut = tuple[tuple[int, int], ...]
@@ -110,18 +111,26 @@ class Refiner:
                 yield found
 
     def _solved(self, mesh: Mesh, joint: _Joint, policy: Policy, known: float) -> Candidate | None:
+        """The program's answer; where its memory row, a lower bound, was too kind, the next best that fits."""
+        plan: Candidate | None = None
         try:
             model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
             bound, chosen = model.solve(as_mip=False)
-            if bound >= known:
-                return None
-            if chosen is None:
-                bound, chosen = model.solve(as_mip=True)
+            for _ in range(_MOST_TRIES):
+                if bound >= known:
+                    break
+                if chosen is None:
+                    bound, chosen = model.solve(as_mip=True)
+                assert chosen is not None
+                placements = joint.built.read(len(self.setting.graph.templates), chosen)
+                plan = self.leaves.price(mesh, placements, policy)
+                if plan is not None and plan.fits:
+                    break
+                model.forbid(chosen)
+                chosen = None
         except NoAssignment:
-            return None
-        assert chosen is not None
-        placements = joint.built.read(len(self.setting.graph.templates), chosen)
-        return self.leaves.price(mesh, placements, policy)
+            pass  # nothing more is left to try
+        return plan
 
     def rescue(self, meshes: Iterable[Mesh], found: Sequence[Candidate]) -> Candidate | None:
         """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""

@@ -228,8 +228,14 @@ class _Sweep:
     def _refuse(self) -> None:
         if self.found:
             raise NothingFits(min(self.found, key=lambda candidate: candidate.cost.memory_bytes))
+        setting = self.setting
         what, *others = self.useless or {"no mesh can run this step": None}
-        raise AutoparError(what, where=self.setting.graph.name, fix="; ".join(others) or "choose another mesh")
+        if setting.pins.mesh:
+            fix = "; ".join(others) or "choose another mesh, or leave it to the search"
+        else:
+            what = f"no mesh of {setting.gpus} GPUs can run this step: {what}"
+            fix = f"use fewer GPUs or more samples than {setting.graph.batch_size}"
+        raise AutoparError(what, where=f"{setting.graph.name}, batch {setting.graph.batch_size}", fix=fix)
 
     def _add_leanest(self, hopeless: list[Mesh]) -> None:
         """Where no mesh has room for the states: the mesh that comes closest, to show what is missing."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from autopar.cost_models.communication import (
     GRADIENT_SYNCS,
@@ -156,3 +158,19 @@ def test_every_cluster_prices_every_collective(name: str) -> None:
     sizes = [2, cluster.gpus_per_node] + ([4 * cluster.gpus_per_node] if cluster.inter_node else [])
     for op in OPS:
         assert all(collective_seconds(op, 10**6, axis_group(n, 1, cluster), cluster) > 0 for n in sizes)
+
+
+@pytest.mark.parametrize("gpus_per_node", [4, 8])
+def test_groups_are_placed_as_by_counting_ranks(gpus_per_node: int) -> None:
+    cluster = replace(load_cluster("h100-sxm"), gpus_per_node=gpus_per_node)
+    for size in range(1, 40):
+        for stride in range(1, 13):
+            touched = [
+                {(first + i * stride) // gpus_per_node for i in range(size)}
+                for first in range(min(stride, gpus_per_node))
+            ]
+            assert axis_group(size, stride, cluster).nodes == max(map(len, touched)), (size, stride)
+
+
+def test_groups_of_any_size_are_placed_at_once() -> None:
+    assert axis_group(10**12, 1, load_cluster("h100-sxm")).nodes == 10**12 // 8
