@@ -146,7 +146,7 @@ def test_changelog_fragments() -> None:
 
 def test_readme_is_what_ci_runs() -> None:
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    assert "python -m pytest\n" in readme
-    assert "python -m pytest\n" in ci
+    assert "python -m pytest -n 2\n" in readme
+    assert "python -m pytest -n 2\n" in ci
     assert "autopar plan sample_models/gpt.py --gpus 8" in readme
     assert "autopar plan sample_models/gpt.py --gpus 8" in ci
