@@ -49,7 +49,7 @@ class CollectivePlan:
     op: str
     count: int
     num_bytes: int  # payload of each
-    # "forward", "backward", "recompute", "step", "fsdp", "partial gradients", "clip", "tied", "loss" or "stage"
+    # "forward", "backward", "recompute", "step", "fsdp", "zero1", "partial gradients", "clip", "tied", "loss", "stage"
     reason: str
 
 

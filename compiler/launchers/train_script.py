@@ -321,4 +321,10 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
         "".join(character for character in graph.name if character.isidentifier() or character.isdigit()) or "a model"
     )
     doc = _DOC.format(name=name, ranks=plan.gpus, mesh=mesh)
-    return doc + _IMPORTS + "\n".join(constants) + "\n" + _BODY
+    imports, body = _IMPORTS, _BODY
+    if plan.zero == 1 and plan.mesh.get("dp", 1) > 1:
+        # The optimizer has parts of the parameters, and they are what a checkpoint holds.
+        imports = imports.replace("load_full_state_dict, train_step", "load_full_state_dict, optimized, train_step")
+        body = body.replace("list(stage.parameters())", "list(optimized(stage).parameters())")
+        body = body.replace("TrainingState(stage, optimizer)", "TrainingState(optimized(stage), optimizer)")
+    return doc + imports + "\n".join(constants) + "\n" + body

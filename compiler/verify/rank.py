@@ -88,27 +88,28 @@ def _verify(job: RankJob) -> RankResult:
         mesh = emitted.build_mesh("cpu")
         stage = emitted.build_stage(mesh, torch.device("cpu"))
         stage.train()
+        optimized = emitted.optimized(stage) if hasattr(emitted, "optimized") else stage
         emitted.load_full_state_dict(stage, wanted.state)
         inputs = _share(wanted.inputs, job.batch_dims, mesh)
         compare = _Comparison(job.rank, job.tolerance)
-        start = _snapshot(stage)
+        start = _snapshot(optimized)
         with dropout_off() if job.is_random else nullcontext():
             loss = emitted.train_step(stage, mesh, inputs, 0)
         compare.one("loss", "loss", loss, wanted.loss, floor=0.0)
-        gradients = _gradients(emitted, stage)
+        gradients = _gradients(emitted, stage, optimized)
         held = {name for name in gradients if name in wanted.gradients}
         compare.all("gradient", {name: gradients[name] for name in held}, wanted.gradients, wanted.norm)
         state = emitted.full_state_dict(stage)
         known = {name: state[name] for name, _ in stage.named_buffers() if name in wanted.buffers}
         compare.all("buffer", known, wanted.buffers, None)
         for name, make in optimizers(wanted.norm).items():
-            _restore(stage, start)
-            make([parameter for parameter in stage.parameters() if parameter.requires_grad]).step()
+            _restore(optimized, start)
+            make([parameter for parameter in optimized.parameters() if parameter.requires_grad]).step()
             state = emitted.full_state_dict(stage)
             stepped = {fqn: state[fqn] for fqn in held}
             compare.all(name, stepped, wanted.stepped[name], None)
-        _restore(stage, start)
-        for parameter in stage.parameters():
+        _restore(optimized, start)
+        for parameter in optimized.parameters():
             parameter.grad = None
         # The first step exchanged the pipeline's metadata, the second shows what every step does. Dropout stays on:
         # what it saves for the backward decides how far a recomputation goes.
@@ -120,7 +121,7 @@ def _verify(job: RankJob) -> RankResult:
             compare.one("norm", "norm before clipping", torch.as_tensor(norm), wanted.norm, floor=0.0)
             scale = min(1.0, CLIP_NORM / (wanted.norm.item() + 1e-6))
             clipped = {name: gradient * scale for name, gradient in wanted.gradients.items()}
-            mine = {name: value for name, value in _gradients(emitted, stage).items() if name in held}
+            mine = {name: value for name, value in _gradients(emitted, stage, optimized).items() if name in held}
             compare.all("clipped gradient", mine, clipped, wanted.norm * scale)
     return RankResult(
         checks=tuple(compare.checks),
@@ -158,18 +159,18 @@ def _restore(stage: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
             _local(tensor.detach()).copy_(saved[name])
 
 
-def _gradients(emitted: Any, stage: nn.Module) -> dict[str, torch.Tensor]:
+def _gradients(emitted: Any, stage: nn.Module, optimized: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients of the stage in the user's shapes: put where the weights are, and read as a checkpoint would be."""
-    saved = _snapshot(stage)
+    saved = _snapshot(optimized)
     with torch.no_grad():
-        for parameter in stage.parameters():
+        for parameter in optimized.parameters():
             local = _local(parameter.detach())
             if parameter.grad is None:
                 local.zero_()
             else:
                 local.copy_(_local(parameter.grad.detach()))
     found = {name: value.detach().clone() for name, value in emitted.full_state_dict(stage).items()}
-    _restore(stage, saved)
+    _restore(optimized, saved)
     return found
 
 

@@ -23,7 +23,7 @@ from .batch import BatchSplit, splits_evenly
 from .prices import local_work
 from .problem import Space
 
-ZERO_STAGES = (0, 2, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTS = ("none", "full")
 
 
@@ -230,7 +230,7 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
 
 def zero_stages(graph: ModelGraph) -> tuple[int, ...]:
     """The ZeRO stages that can be emitted: FSDP2 splits dim 0, which scalar parameters lack."""
-    return (0,) if _scalar_parameters(graph) else ZERO_STAGES
+    return (0, 1) if _scalar_parameters(graph) else ZERO_STAGES
 
 
 def _scalar_parameters(graph: ModelGraph) -> list[str]:

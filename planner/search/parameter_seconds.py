@@ -10,7 +10,7 @@ from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
 from .prices import ACCUMULATED_BYTES, Prices
-from .step_collectives import HeldParameter, padded_bytes
+from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,33 @@ class ParameterSeconds:
         if self.mesh.dp == 1:
             return 0.0
         trainable = [parameter for parameter in held if parameter.trainable]
-        if zero < 2:
-            return self._all_reduce(trainable, zero, backward)
+        if zero == 0:
+            return self._hidden(self._all_reduce(trainable), backward)
+        if zero == 1:
+            return self._hidden(self._exchange(held, trainable), backward)
         return self._fsdp(held, trainable, zero, forward, backward)
 
-    def _all_reduce(self, trainable: Sequence[HeldParameter], zero: int, backward: float) -> float:
-        """ZeRO-1 gathers what each rank has updated."""
+    def _all_reduce(self, trainable: Sequence[HeldParameter]) -> float:
+        """One bucket of all gradients of a dtype."""
         sizes: dict[str, int] = {}
         for parameter in trainable:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter_bytes(parameter)
-        seconds = sum(
+        return sum(
             self.prices.use_seconds("dp", "all_reduce", self._reduced_bytes(size, dtype))
-            + (self.prices.use_seconds("dp", "all_gather", size) if zero == 1 else 0.0)
             for dtype, size in sizes.items()
         )
+
+    def _exchange(self, held: Sequence[HeldParameter], trainable: Sequence[HeldParameter]) -> float:
+        """ZeRO-1: gradients are added up into each rank's part, and what it has updated is gathered, by group."""
+        dp, price = self.mesh.dp, self.prices.use_seconds
+        cut = [parameter for parameter in held if parameter.dp_dim(1) is not None]
+        seconds = sum(price("dp", "all_gather", size) for size in bytes_by_group(cut, dp, zero=1).values())
+        for size in bytes_by_group(trainable, dp, zero=1).values():
+            seconds += price("dp", "reduce_scatter", self._reduced_bytes(size, trainable[0].dtype))
+        return seconds
+
+    def _hidden(self, seconds: float, backward: float) -> float:
+        """What remains of the exchange of whole gradients where a stack hides it behind the last backward."""
         sync = self.prices.stack.gradient_sync
         if sync == "hidden" or (sync == "hidden without tp" and self.mesh.tp == 1):
             return self._exposed(backward, seconds)
@@ -124,7 +137,7 @@ class ParameterSeconds:
 
     def optimizer_step(self, stored: Sequence[HeldParameter], zero: int) -> float:
         """The update of what this rank keeps."""
-        shards = self.mesh.dp if zero >= 2 else 1
+        shards = self.mesh.dp if zero >= 1 else 1
         size = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable) // shards
         tensors = sum(parameter.trainable for parameter in stored)
         return optimizer_seconds(size, self.prices.cluster.gpu, optimizer=self.optimizer, num_tensors=tensors)
@@ -138,14 +151,9 @@ def num_elements(parameter: HeldParameter) -> int:
     return count
 
 
-def parameter_bytes(parameter: HeldParameter) -> int:
-    """Bytes on one rank of tp."""
-    return num_elements(parameter) * ITEM_BYTES[parameter.dtype]
-
-
-def bytes_by_group(held: Sequence[HeldParameter], dp: int) -> dict[str, int]:
-    """Bytes of each FSDP group, its parameters padded to equal shards over dp."""
+def bytes_by_group(held: Sequence[HeldParameter], dp: int, zero: int = 2) -> dict[str, int]:
+    """Bytes of each group that ZeRO exchanges at once, its parameters padded to equal shards over dp."""
     sizes: dict[str, int] = {}
     for parameter in held:
-        sizes[parameter.group] = sizes.get(parameter.group, 0) + padded_bytes(parameter, dp)
+        sizes[parameter.group] = sizes.get(parameter.group, 0) + padded_bytes(parameter, dp, zero)
     return sizes

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
-from .parameter_seconds import bytes_by_group, parameter_bytes
+from .parameter_seconds import bytes_by_group
 from .prices import Prices
-from .step_collectives import HeldParameter
+from .step_collectives import HeldParameter, parameter_bytes
 from .unit_costs import UnitCost
-
-# ZeRO-1 reduces gradients and gathers parameters in buckets. Source: defaults of deepspeed.ai/docs/config-json.
-_ZERO1_BUCKET_ELEMENTS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +43,8 @@ class StageMemory:
         )
         memory = self._as_kept(memory)
         if zero == 1 and dp > 1:
-            bucket = min(_ZERO1_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], sum(map(parameter_bytes, held)))
-            memory = replace(memory, gather_buffers=2 * bucket)
+            # The parts of a group, padded, and the buffer that they are put into.
+            memory = replace(memory, gather_buffers=2 * max(bytes_by_group(held, dp, zero=1).values(), default=0))
         if zero >= 2 and dp > 1:
             stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
             keeps_gradients = is_accumulated and stack.accumulation == "unsharded"

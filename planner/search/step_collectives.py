@@ -42,7 +42,7 @@ class HeldParameter:
 
     `shape`: the local shape; a split in groups is held with the groups as a dim of their own. `trainable`: a
     gradient reaches it. `partial`: axes on which that is a partial sum. `group`: FQN of the block it is sharded with
-    under FSDP2, "" for the root.
+    under ZeRO, "" for the root. `tp_dim`: the dim of `shape` that tp splits.
     """
 
     fqn: str
@@ -51,6 +51,12 @@ class HeldParameter:
     trainable: bool
     partial: frozenset[str]
     group: str
+    tp_dim: int | None = None
+
+    def dp_dim(self, zero: int) -> int | None:
+        """The dim that dp splits: FSDP2 takes the first, ZeRO-1 the first that tp leaves whole; None without one."""
+        taken = self.tp_dim if zero == 1 else None
+        return next((dim for dim in range(len(self.shape)) if dim != taken), None)
 
 
 def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
@@ -61,6 +67,11 @@ def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
     run = value.shape[dim] // groups // size
     middle = (run,) if groups == 1 else (groups, run)
     return (*value.shape[:dim], *middle, *value.shape[dim + 1 :])
+
+
+def held_dim(pair: Pair) -> int | None:
+    """The dim of the held shape that an axis splits."""
+    return pair.dim + (pair.groups > 1) if pair.is_split else None
 
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
@@ -84,6 +95,7 @@ def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldP
                 trainable=alike.trainable,
                 partial=alike.partial | before.partial if before else alike.partial,
                 group=(unit.fqn if is_module else "") if before is None else before.group,
+                tp_dim=alike.tp_dim,
             )
     if first <= 1:
         used = {fqn for unit in graph.units for _, fqn in unit.tensors}
@@ -109,34 +121,43 @@ def _parameters_of(program: ModelProgram, template: int) -> list[tuple[str, Held
         if node.kind is not Kind.PARAMETER:
             continue
         layout = held.layout
+        pair = layout.get("tp", REPLICATED)
         partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
         alike = HeldParameter(
             fqn="",
-            shape=held_shape(node.output, layout.get("tp", REPLICATED), program.mesh.tp),
+            shape=held_shape(node.output, pair, program.mesh.tp),
             dtype=node.output.dtype,
             trainable=node.output.requires_grad,
             partial=partial,
             group="",
+            tp_dim=held_dim(pair),
         )
         found.append((node.name, alike))
     return found
 
 
-def padded_bytes(held: HeldParameter, dp: int) -> int:
-    """Bytes of the parameter in FSDP2's gathered buffer; one without dimensions is never split."""
-    if not held.shape:
-        return ITEM_BYTES[held.dtype]
-    rows = -(-held.shape[0] // dp) * dp
-    return rows * prod(held.shape[1:]) * ITEM_BYTES[held.dtype]
+def parameter_bytes(held: HeldParameter) -> int:
+    """Bytes on one rank of tp."""
+    return prod(held.shape) * ITEM_BYTES[held.dtype]
 
 
-def shard_bytes(held: HeldParameter, dp: int, dp_rank: int) -> int:
-    """Bytes of one rank's part under FSDP2: dim 0 in chunks of equal size, the last ones shorter or empty."""
-    if dp == 1 or not held.shape:
-        return prod(held.shape) * ITEM_BYTES[held.dtype]
-    chunk = -(-held.shape[0] // dp)
-    rows = min(max(held.shape[0] - dp_rank * chunk, 0), chunk)
-    return rows * prod(held.shape[1:]) * ITEM_BYTES[held.dtype]
+def padded_bytes(held: HeldParameter, dp: int, zero: int = 2) -> int:
+    """Bytes of the parameter in the buffer of its group; one that dp cannot split is there whole for every rank."""
+    dim = held.dp_dim(zero)
+    if dim is None:
+        return parameter_bytes(held) * (dp if zero == 1 else 1)
+    rows = -(-held.shape[dim] // dp) * dp
+    return parameter_bytes(held) // held.shape[dim] * rows
+
+
+def shard_bytes(held: HeldParameter, dp: int, dp_rank: int, zero: int = 2) -> int:
+    """Bytes of one rank's part: a dim in chunks of equal size, the last ones shorter or empty."""
+    dim = held.dp_dim(zero)
+    if dp == 1 or dim is None:
+        return parameter_bytes(held)
+    chunk = -(-held.shape[dim] // dp)
+    rows = min(max(held.shape[dim] - dp_rank * chunk, 0), chunk)
+    return parameter_bytes(held) // held.shape[dim] * rows
 
 
 def expected_collectives(
@@ -295,19 +316,22 @@ def _once_a_step(
 
     held = held_parameters(program, first, last)
     shards = mesh.dp if zero >= 2 else 1
-    if shards > 1:
+    if zero == 1 and mesh.dp > 1:
+        yield from _zero1(held, mesh.dp)
+    elif shards > 1:
         has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
         yield from _fsdp(held, mesh.dp, zero, mesh.microbatches, has_blocks=has_blocks)
     trainable = [parameter for parameter in held if parameter.trainable]
     for axis in ("dp", "tp"):
-        if axis == "tp" or shards == 1:
+        if axis == "tp" or zero == 0:
             partial = [parameter for parameter in trainable if axis in parameter.partial]
             yield from _bucket(axis, partial, shards, dp_rank)
     others = [held_parameters(program, *theirs) for index, theirs in enumerate(stages) if index != stage]
     elsewhere = {parameter.fqn for theirs in others for parameter in theirs}
     for parameter in trainable:
         if parameter.fqn in elsewhere:
-            yield TIED, "all_reduce", shard_bytes(parameter, shards, dp_rank), "tied", 1
+            split = mesh.dp if zero >= 1 else 1
+            yield TIED, "all_reduce", shard_bytes(parameter, split, dp_rank, zero), "tied", 1
     for axis in loss_axes(program):
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
@@ -324,6 +348,19 @@ def loss_axes(program: ModelProgram) -> tuple[str, ...]:
     axes = [axis for axis in ("dp", "tp") if sizes[axis] > 1 and layout.get(axis) == PARTIAL]
     axes += ["pp"] if sizes["pp"] > 1 else []
     return (WORLD,) if len(axes) > 1 and len(axes) == sum(size > 1 for size in sizes.values()) else tuple(axes)
+
+
+def _zero1(held: Iterable[HeldParameter], dp: int) -> Iterator[tuple[str, str, int, str, int]]:
+    """Whole parameters gathered from the parts that dp ranks have updated, whole gradients added up into the parts."""
+    gathered: Counter[tuple[str, str]] = Counter()
+    scattered: Counter[tuple[str, str]] = Counter()
+    for parameter in held:
+        size = padded_bytes(parameter, dp, zero=1)
+        gathered[parameter.group, parameter.dtype] += size if parameter.dp_dim(1) is not None else 0
+        scattered[parameter.group, parameter.dtype] += size if parameter.trainable else 0
+    for op, sizes in (("all_gather", gathered), ("reduce_scatter", scattered)):
+        for num_bytes in filter(None, sizes.values()):
+            yield "dp", op, num_bytes, "zero1", 1
 
 
 def _fsdp(
@@ -354,6 +391,6 @@ def _bucket(
 
 
 __all__ = [
-    "HeldParameter", "expected_collectives", "held_parameters", "held_shape", "loss_axes", "padded_bytes",
-    "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
+    "HeldParameter", "expected_collectives", "held_dim", "held_parameters", "held_shape", "loss_axes", "padded_bytes",
+    "parameter_bytes", "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
 ]  # fmt: skip

@@ -218,7 +218,7 @@ class StepModel:
                 moving = scaled(unit, compute + (1 if is_mixed else 0))
                 add(moving, stored if zero == 2 else unit, compute)
         # Parameters, gradients and the optimizer's states; mixed precision keeps a copy unless FSDP gathers in it.
-        total = scaled(stored, (2 + states) * part)
+        total = scaled(stored, 2 * part + states / (mesh.dp if zero >= 1 else 1))
         if is_mixed and not is_split:
             add(total, stored, compute)
         add(total, frozen)

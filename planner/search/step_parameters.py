@@ -22,7 +22,7 @@ from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
 from .prices import ACCUMULATED_BYTES, Prices
 from .problem import state_of
-from .step_collectives import HeldParameter, held_shape, padded_bytes
+from .step_collectives import HeldParameter, held_dim, held_shape, padded_bytes
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
 
@@ -79,10 +79,19 @@ class StepParameters:
         once: Linear = {}
         if self.zero is None:
             pass  # some stage may hide what others show
-        elif mesh.dp > 1 and shards == 1 and stack.gradient_sync == "exposed":
+        elif mesh.dp > 1 and self.zero == 1 and stack.gradient_sync == "exposed":
+            cut = self.total(
+                parameters, lambda p: 0.0 if p.dp_dim(1) is None else padded_of(p, mesh.dp, zero=1), master=False
+            )
+            trained = self.total(
+                parameters, lambda p: padded_of(p, mesh.dp, zero=1) if p.trainable else 0.0, master=False
+            )
+            add(once, self.columns.chord(cut, lambda size: price("dp", "all_gather", size)))
+            add(once, self.columns.chord(trained, lambda size: price("dp", "reduce_scatter", size)))
+        elif mesh.dp > 1 and self.zero == 0 and stack.gradient_sync == "exposed":
             trained = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=False)
             add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
-        elif shards > 1:
+        elif self.zero >= 2 and mesh.dp > 1:
             add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
         if mesh.tp > 1:
             partial = self.total(parameters, lambda p: size_of(p) if "tp" in p.partial else 0.0, master=False)
@@ -90,7 +99,7 @@ class StepParameters:
         stored = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
         probe = 1 << 30
         rate = optimizer_seconds(probe, gpu, optimizer=self.optimizer) / probe
-        device = add(scaled(stored, rate / shards * SCALE), {None: -rate * SCALE})
+        device = add(scaled(stored, rate / self._updating() * SCALE), {None: -rate * SCALE})
         host: Linear = {
             None: optimizer_seconds(0, gpu, optimizer=self.optimizer, num_tensors=self._num_tensors(parameters)) * SCALE
         }
@@ -122,12 +131,16 @@ class StepParameters:
         )  # fmt: skip
 
     def _shards(self) -> int:
-        """Ranks that share the optimizer's work, at most."""
+        """Ranks that share parameters and gradients, at most."""
         return self.mesh.dp if self.zero is None or self.zero >= 2 else 1
+
+    def _updating(self) -> int:
+        """Ranks that share the optimizer's work, at most."""
+        return self.mesh.dp if self.zero is None or self.zero >= 1 else 1
 
     def optimizer_share(self, parameters: StageParameters) -> Linear:
         """Seconds of the optimizer on the fullest of the stages, at least."""
-        shards = self._shards()
+        shards = self._updating()
         probe = 1 << 30
         rate = optimizer_seconds(probe, self.cluster.gpu, optimizer=self.optimizer) / probe
         stored = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
@@ -147,6 +160,7 @@ class StepParameters:
             trainable=node.output.requires_grad,
             partial=partial,
             group="",
+            tp_dim=held_dim(pair),
         )
 
     def _bytes(self, key: tuple[int, int, str], amount: Callable[[HeldParameter], float], *, master: bool) -> Linear:
@@ -166,6 +180,6 @@ def size_of(held: HeldParameter) -> float:
     return float(prod(held.shape) * ITEM_BYTES[held.dtype])
 
 
-def padded_of(held: HeldParameter, dp: int) -> float:
+def padded_of(held: HeldParameter, dp: int, zero: int = 2) -> float:
     """The same, padded to equal shards over dp."""
-    return float(padded_bytes(held, dp))
+    return float(padded_bytes(held, dp, zero))

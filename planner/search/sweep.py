@@ -222,7 +222,7 @@ class _Sweep:
 
     def _bound(self, mesh: Mesh) -> float:
         setting = self.setting
-        shards = max(zeros_for(mesh, setting.pins)) >= 2
+        shards = max(zeros_for(mesh, setting.pins)) >= 1
         return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards)
 
     def _refuse(self) -> None:

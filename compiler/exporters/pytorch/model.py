@@ -11,9 +11,10 @@ from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
 from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import loss_axes
+from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import comment, layout, literal, quote
-from . import module_functions, step_functions
+from . import module_functions, step_functions, zero1_functions
 from .blocks import block_class
 from .modules import Modules
 from .options import Options
@@ -175,38 +176,48 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
     mesh, options, model = modules.mesh, modules.options, modules.model
     yield module_functions.build_mesh(mesh)
+    if modules.has_shards:
+        yield zero1_functions.shards(tp=mesh.tp > 1)
+        yield zero1_functions.OPTIMIZED
     yield module_functions.build_stage(
         stages=stage_names,
-        zero=options.zero if modules.has_fsdp else None,
+        zero=options.zero if modules.has_fsdp or modules.has_shards else None,
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
         tied=modules.has_ties,
     )
     fused = any(tensor.fused_dim is not None for stage in model.stages for tensor in stage.tensors)
-    yield module_functions.state_dicts(distributed=modules.has_dtensors, fused=fused)
+    yield module_functions.state_dicts(distributed=modules.has_dtensors, shards=modules.has_shards, fused=fused)
     if mesh.microbatches > 1:
         yield step_functions.split_microbatches(groups=has_groups(modules))
     if modules.is_pipeline:
         yield _pipeline(modules)
+    reduces = bool(modules.reduced_axes) or modules.has_ties or modules.has_shards
     yield step_functions.train_step(
         pp=mesh.pp,
         microbatches=mesh.microbatches,
         fsdp=modules.has_fsdp,
         random=any(re.search(r"\bself\.step\b", text) for text in stages.values()),
-        reduce=bool(modules.reduced_axes) or modules.has_ties,
+        shards=modules.has_shards,
+        reduce=reduces,
         updates=modules.updates_buffers,
         loss_axes=loss_axes(model.program),
         loss_dtype=modules.graph.type_of(modules.graph.loss).dtype,
     )
     if modules.updates_buffers:
         yield step_functions.UPDATE_BUFFERS
-    if modules.reduced_axes or modules.has_ties:
+    if modules.has_shards:
+        dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
+        yield zero1_functions.groups(list(modules.blocks.values()), several_dtypes=len(dtypes) > 1)
+        yield zero1_functions.exchange(tp=mesh.tp > 1)
+    if reduces:
         whole = [axis for axis in modules.reduced_axes if modules.is_all_partial(axis)]
         yield step_functions.reduce_gradients(
             whole,
             [axis for axis in modules.reduced_axes if axis not in whole],
             tied=modules.has_ties,
-            distributed=modules.has_dtensors,
+            shards=modules.has_shards,
+            distributed=mesh.tp > 1 or modules.has_fsdp,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
             is_empty_somewhere=any(
                 all(axis not in tensor.partial for tensor in stage.tensors)
@@ -217,20 +228,30 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     if modules.has_dtensors:
         yield step_functions.LOCAL_GRADIENT
     yield step_functions.clip_gradients(
-        distributed=modules.has_dtensors, copies=_copies(modules), world=mesh.world_size
+        distributed=modules.has_dtensors,
+        shards=modules.has_shards,
+        copies=_copies(modules),
+        world=mesh.world_size,
     )
 
 
 def _copies(modules: Modules) -> str:
     """How many ranks hold the same part of parameter p's gradient, as source; empty where always one."""
     held = [t for stage in modules.model.stages for t in stage.tensors if not t.is_buffer]
-    parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp else []
+    parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp and not modules.has_shards else []
+    if modules.has_shards and any(not _is_cut(tensor) for tensor in held):
+        parts = ["(DP if p.placements[0].is_replicate() else 1)"]
     if modules.mesh.tp > 1 and any(tensor.shard_dim is None for tensor in held):
         is_whole = all(tensor.shard_dim is None for tensor in held)
         parts.append("TP" if is_whole else "(TP if p.placements[-1].is_replicate() else 1)")
     if modules.has_ties:
         parts.append("len(TIED.get(name, (0,)))")
     return " * ".join(parts)
+
+
+def _is_cut(tensor: HeldTensor) -> bool:
+    """Whether ZeRO-1 has a dim to split a parameter along."""
+    return any(dim != tensor.shard_dim for dim in range(len(tensor.shape)))
 
 
 def _pipeline(modules: Modules) -> str:

@@ -98,7 +98,7 @@ def build_mesh(device_type: str) -> DeviceMesh:
 
 
 def build_stage(*, stages: Sequence[str], zero: int | None, blocks: Sequence[str], layers: bool, tied: bool) -> str:
-    """`stages`: the class of each; `zero`: the ZeRO stage if FSDP2 is used; `layers`: stages are given their blocks."""
+    """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks."""
     what = "stage" if len(stages) > 1 else "part of the model"
     lines = [
         'def build_stage(mesh: DeviceMesh, device: torch.device | str = "meta") -> nn.Module:',
@@ -107,7 +107,9 @@ def build_stage(*, stages: Sequence[str], zero: int | None, blocks: Sequence[str
         "    with torch.device(device):",
         *layout(f"stage = {_made(stages, layers=layers)}", "        "),
     ]
-    if zero is not None:
+    if zero == 1:
+        lines.append("    stage.shards = [Shards(stage, mesh)]  # in a list: they are no parameters of the stage")
+    elif zero is not None:
         lines += _fully_sharded(blocks, reshard=zero == 3)
     if tied:
         lines.append("    stage.tied_groups = tied_groups(mesh)")
@@ -158,7 +160,10 @@ def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
     return groups'''
 
 
-def state_dicts(*, distributed: bool, fused: bool) -> str:
+def state_dicts(*, distributed: bool, shards: bool, fused: bool) -> str:
+    """`shards`: parameters are read from and written to the parts that the optimizer has."""
+    holder = "optimized(stage)" if shards else "stage"
+    every = f"for name, tensor in [*{holder}.named_parameters(), *{holder}.named_buffers()]:"
     put = ["            value = full[name].reshape(tensor.shape).to(tensor.device, tensor.dtype)"]
     if distributed:
         put += [
@@ -184,8 +189,9 @@ def state_dicts(*, distributed: bool, fused: bool) -> str:
         '    """Fill this rank\'s part from all parameters and buffers, in the user\'s names and shapes."""',
         "    if any(p.is_meta for p in stage.parameters()):",
         '        stage.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")',
+        *(["        stage.shards = [Shards(stage, optimized(stage).mesh)]"] if shards else []),
         "    with torch.no_grad():",
-        "        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:",
+        f"        {every}",
         *put,
         "",
         "",
@@ -202,7 +208,7 @@ def state_dicts(*, distributed: bool, fused: bool) -> str:
         ]
     lines += [
         "    full = {}",
-        "    for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:",
+        f"    {every}",
         *get,
         "    return full",
     ]

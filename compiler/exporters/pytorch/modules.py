@@ -70,8 +70,14 @@ class Modules:
         return self.mesh.dp > 1 and self.options.zero >= 2
 
     @property
+    def has_shards(self) -> bool:
+        """ZeRO-1: the optimizer has parts of the parameters."""
+        return self.mesh.dp > 1 and self.options.zero == 1
+
+    @property
     def has_dtensors(self) -> bool:
-        return self.mesh.tp > 1 or self.has_fsdp
+        """Whether the parameters that the optimizer updates are DTensors."""
+        return self.mesh.tp > 1 or self.has_fsdp or self.has_shards
 
     @cached_property
     def blocks(self) -> dict[int, str]:
@@ -210,8 +216,8 @@ class Modules:
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """Axes whose partial gradients `reduce_gradients` adds up: tp, and dp where FSDP2 does not."""
-        sizes = {"dp": 1 if self.has_fsdp else self.mesh.dp, "tp": self.mesh.tp}
+        """Axes whose partial gradients `reduce_gradients` adds up in a bucket: tp, and dp under ZeRO-0."""
+        sizes = {"dp": 1 if self.has_fsdp or self.has_shards else self.mesh.dp, "tp": self.mesh.tp}
         held = [tensor for stage in self.model.stages for tensor in stage.tensors]
         return tuple(axis for axis, size in sizes.items() if size > 1 and any(axis in t.partial for t in held))
 

@@ -9,7 +9,7 @@ from ....planner.errors import AutoparError
 from ....planner.plan import Plan
 from ....planner.schedules import get_schedule, schedule_names
 
-ZERO_STAGES = (0, 2, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTS = ("none", "full")
 
 

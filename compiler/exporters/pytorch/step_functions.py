@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ....planner.schedules import get_schedule
-from ...text import layout
+from ...text import LINE_WIDTH, layout
 from .tensors import DEFAULT_DTYPE
 
 
@@ -86,6 +86,7 @@ def train_step(
     microbatches: int,
     fsdp: bool,
     random: bool,
+    shards: bool,
     reduce: bool,
     updates: bool,
     loss_axes: Sequence[str],
@@ -100,6 +101,7 @@ def train_step(
         "    `inputs` is the share of this rank's dp coordinate, by argument name.",
         '    """',
         "    stage.zero_grad()",
+        *(["    gather_parameters(stage, mesh)"] if shards else []),
     ]
     if random:
         lines.append("    stage.step = step  # random operations draw from (step, microbatch, operation, coordinates)")
@@ -189,6 +191,11 @@ def local_gradient(p: nn.Parameter) -> torch.Tensor:
     return p.grad.to_local()'''
 
 
+def _holder(shards: bool) -> str:
+    """The module whose parameters have the gradients of a step in the end."""
+    return "optimized(stage)" if shards else "stage"
+
+
 def _gradient(distributed: bool) -> str:
     return "local_gradient(p)" if distributed else "p.grad"
 
@@ -198,6 +205,7 @@ def reduce_gradients(
     listed: Sequence[str],
     *,
     tied: bool,
+    shards: bool,
     distributed: bool,
     several_dtypes: bool,
     is_empty_somewhere: bool,
@@ -209,6 +217,7 @@ def reduce_gradients(
     lines = ["def reduce_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:"]
     steps = [f"all over {axis}" for axis in whole]
     steps += [f"`partial_{axis}` over {axis}" for axis in listed]
+    steps += ["all over dp into parts"] if shards else []
     steps += ["tied parameters over their holders"] if tied else []
     lines.append(f'    """Complete gradients that are partial sums: {", then ".join(steps)}."""')
     lines += [f'    all_reduce_gradients(stage.parameters(), mesh["{axis}"].get_group())' for axis in whole]
@@ -217,8 +226,10 @@ def reduce_gradients(
         found = f"[module.get_parameter(name) for module in stage.modules() for name in {named}]"
         lines += layout(f"partial = {found}", "    ")
         lines.append(f'    all_reduce_gradients(partial, mesh["{axis}"].get_group())')
+    lines += ["    scatter_gradients(stage, mesh)"] if shards else []
     if tied:
-        gradient = "local_gradient(stage.get_parameter(name))" if distributed else "stage.get_parameter(name).grad"
+        gradient = f"{_holder(shards)}.get_parameter(name)"
+        gradient = f"local_gradient({gradient})" if distributed or shards else f"{gradient}.grad"
         lines += [
             "    for name, stages in TIED.items():",
             '        if mesh["pp"].get_local_rank() in stages:',
@@ -233,14 +244,15 @@ def reduce_gradients(
     return text + "\n\n\n" + bucket.replace("GRADIENT", _gradient(distributed))
 
 
-def clip_gradients(*, distributed: bool, copies: str, world: int) -> str:
+def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int) -> str:
     """`copies`: source of the number of ranks that hold the same part of p's gradient; empty where it is one."""
-    gradient = _gradient(distributed)
+    gradient, holder = _gradient(distributed), _holder(shards)
+    every = f"{holder}.named_parameters():" if "name" in copies else f"{holder}.parameters():"
     lines = [
         "def clip_gradients(stage: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
         '    """Scale gradients so that their norm over the whole model is at most `max_norm`; returns the norm."""',
         "    total = torch.zeros((), device=mesh.device_type)",
-        "    for name, p in stage.named_parameters():" if "name" in copies else "    for p in stage.parameters():",
+        f"    for {'name, p' if 'name' in copies else 'p'} in {every}",
         "        if p.grad is not None:",
     ]
     square = f"torch.linalg.vector_norm({gradient}, dtype=total.dtype) ** 2"
@@ -248,7 +260,7 @@ def clip_gradients(*, distributed: bool, copies: str, world: int) -> str:
     if copies and not is_constant:
         lines += [
             "            # Ranks that hold the same part count a share of it each.",
-            f"            copies = {copies}",
+            *_product("copies", copies),
             f"            total += {square} / copies",
         ]
     else:
@@ -259,12 +271,21 @@ def clip_gradients(*, distributed: bool, copies: str, world: int) -> str:
         if is_constant
         else "    norm = total.sqrt()",
         "    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
-        "    for p in stage.parameters():",
+        f"    for p in {holder}.parameters():",
         "        if p.grad is not None:",
         f"            {gradient}.mul_(scale)",
         "    return norm",
     ]
     return "\n".join(lines)
+
+
+def _product(name: str, factors: str) -> Sequence[str]:
+    """`name = factors`, a factor a line where one line is too short."""
+    line = f"            {name} = {factors}"
+    if len(line) <= LINE_WIDTH and " * " in factors:
+        return [line]
+    first, *others = (f[1:-1] if f.startswith("(") else f for f in factors.split(" * "))
+    return [f"            {name} = {first}", *(f"            {name} *= {other}" for other in others)]
 
 
 __all__ = [

@@ -16,7 +16,7 @@ PLAN = Path(__file__).parents[1] / "golden" / "gpt_pp4_dropout" / "plan.json"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero": 1}, "zero=1"),
+        ({"zero": 4}, "zero=4"),
         ({"activation_checkpoint": "selective"}, "activation_checkpoint=selective"),
         ({"schedule": "interleaved"}, "schedule=interleaved"),
     ],

@@ -68,7 +68,7 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
             for schedule in ("none",) if mesh.pp == 1 else ("gpipe", "1f1b"):
                 if schedule == "1f1b" and mesh.microbatches < mesh.pp:
                     continue
-                for zero in (0, 2, 3) if mesh.dp > 1 else (0,):
+                for zero in (0, 1, 2, 3) if mesh.dp > 1 else (0,):
                     for checkpoint in ("none", "full"):
                         try:
                             cost = evaluator.evaluate(

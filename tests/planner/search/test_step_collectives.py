@@ -191,6 +191,23 @@ def test_sharded_data_parallel_gathers_padded_blocks(zero, gathers):
     assert found["dp", "reduce_scatter", block, "fsdp"] == BLOCKS
 
 
+def test_zero_1_exchanges_blocks_once_a_step_along_dims_that_tp_leaves_whole():
+    found = lines(Mesh(dp=4, tp=2, microbatches=2), zero=1)[0]
+    root = 8 * WIDTH * FLOAT  # 6 rows, padded
+    block = (HIDDEN // 2 * 8 + 8 * HIDDEN // 2) * FLOAT  # up: its columns, for tp has the rows; down: its rows
+    for op in ("all_gather", "reduce_scatter"):
+        assert found["dp", op, root, "zero1"] == 1
+        assert found["dp", op, block, "zero1"] == BLOCKS
+    assert not any(reason in ("fsdp", "partial gradients") for _, _, _, reason in found)
+
+
+def test_zero_1_leaves_whole_what_has_no_dim_to_split():
+    bias = HeldParameter(fqn="b", shape=(6,), dtype="float32", trainable=True, partial=frozenset(), group="", tp_dim=0)
+    assert bias.dp_dim(1) is None
+    assert padded_bytes(bias, 4, zero=1) == 4 * 6 * FLOAT  # every rank's part of the buffer is all of it
+    assert shard_bytes(bias, 4, 3, zero=1) == 6 * FLOAT
+
+
 def test_stages_exchange_each_microbatch_and_sum_tied_gradients():
     m = 4
     message = BATCH // m // 2 * WIDTH * FLOAT

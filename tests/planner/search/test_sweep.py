@@ -104,7 +104,7 @@ def test_pins_that_no_plan_can_have():
     for pins, message in (
         (Pins(mesh={"cp": 2}), "cp"),
         (Pins(mesh={"dp": 0}), "dp=0"),
-        (Pins(mesh={}, zero=1), "ZeRO stage 1"),
+        (Pins(mesh={}, zero=4), "ZeRO stage 4"),
         (Pins(mesh={}, activation_checkpoint="selective"), "selective"),
         (Pins(mesh={}, schedule="dual"), "dual"),
     ):

@@ -1,0 +1,149 @@
+"""Functions of sharded_model.py under ZeRO-1: every rank holds whole parameters and gradients, its optimizer a part.
+
+The parts are DTensors under the same names, so an optimizer, a checkpoint and clipping take them as they are. Gradients
+are reduce-scattered into them and parameters gathered from them, a block at a time: together as many bytes as one
+all_reduce, and no buffer larger than a block. (torch's ZeroRedundancyOptimizer hands out whole parameters, sends them
+by broadcasts, and has no checkpoint that another number of ranks can read.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...text import layout
+
+_SHARDS = '''\
+class Shards(nn.Module):
+    """This dp rank's part of every parameter of a module, under the same names: a view, which the optimizer updates."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh):
+        super().__init__()
+        self.mesh = mesh
+        for name, p in module.named_parameters(recurse=False):
+            setattr(self, name, shard(p, mesh))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(self, name, buffer)
+        for name, child in module.named_children():
+            setattr(self, name, Shards(child, mesh))
+
+
+def shard(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This dp rank's part along DIM; all of it where there is none."""
+CHOOSE
+    if dim is not None:
+        rows = -(-part.shape[dim] // DP)
+        start = min(mesh["dp"].get_local_rank() * rows, part.shape[dim])
+        part, place = part.narrow(dim, start, min(rows, part.shape[dim] - start)), Shard(dim)
+SPLIT
+    return nn.Parameter(split, requires_grad=p.requires_grad)'''
+_WITH_TP = """\
+    taken = [place.dim for place in p.placements if isinstance(place, Shard)]
+    dim = next((dim for dim in range(p.ndim) if dim not in taken), None)
+    part, place = local(p).detach(), Replicate()"""
+_WITHOUT_TP = """\
+    dim = 0 if p.ndim else None
+    part, place = p.detach(), Replicate()"""
+
+OPTIMIZED = '''\
+def optimized(stage: nn.Module) -> nn.Module:
+    """The module whose parameters the optimizer updates and a checkpoint holds."""
+    return stage.shards[0]'''
+
+_GROUPS = '''\
+def groups(stage: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """(parameter, this rank's part of it): those of each block together, then the others."""
+    inside = set()
+    for module, shards in zip(stage.modules(), optimized(stage).modules(), strict=True):
+        if isinstance(module, BLOCKS):
+            pairs = list(zip(module.parameters(), shards.parameters(), strict=True))
+            inside.update(p for p, _ in pairs)
+            yield pairs
+    outside = zip(stage.parameters(), optimized(stage).parameters(), strict=True)
+    yield [pair for pair in outside if pair[0] not in inside]'''
+_ONE_GROUP = '''\
+def groups(stage: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """(parameter, this rank's part of it): all together."""
+    yield list(zip(stage.parameters(), optimized(stage).parameters(), strict=True))'''
+_BY_DTYPE = '''\
+def groups(stage: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """(parameter, this rank's part of it), of one dtype at a time."""
+    for pairs in mixed_groups(stage):
+        for dtype in sorted({p.dtype for p, _ in pairs}, key=str):
+            yield [pair for pair in pairs if pair[0].dtype == dtype]'''
+
+_EXCHANGE = '''\
+def dp_parts(whole: torch.Tensor, part: nn.Parameter) -> torch.Tensor:
+    """(DP, ...): a tensor that is split as `part` is, cut for the dp ranks and padded to parts of equal size."""
+    place = part.placements[0]
+    if not isinstance(place, Shard):
+        return whole.expand(DP, *whole.shape)
+    shape = list(whole.shape)
+    shape[place.dim] = -shape[place.dim] % DP
+    return torch.stack(torch.cat((whole, whole.new_zeros(shape)), place.dim).chunk(DP, place.dim))
+
+
+@torch.no_grad()
+def gather_parameters(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Fill the parameters from the parts of all dp ranks, which their optimizers have updated."""
+    for pairs in groups(stage):
+        pairs = [(WHOLE, part) for p, part in pairs if isinstance(part.placements[0], Shard)]
+        if not pairs:
+            continue
+        parts = [dp_parts(p, part) for p, part in pairs]
+        bucket = torch.cat([each.flatten(1) for each in parts], dim=1)
+        mine = bucket[mesh["dp"].get_local_rank()].clone()
+        dist.all_gather_single(bucket.view(-1), mine, group=mesh["dp"].get_group())
+        gathered = bucket.split([each[0].numel() for each in parts], dim=1)
+        for (p, part), each, flat in zip(pairs, parts, gathered, strict=True):
+            dim = part.placements[0].dim
+            p.copy_(torch.cat(tuple(flat.reshape(each.shape)), dim).narrow(dim, 0, p.shape[dim]))
+
+
+def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up gradients over dp; each rank keeps those of its part."""
+    for pairs in groups(stage):
+        pairs = [(p, part) for p, part in pairs if p.grad is not None]
+        if not pairs:
+            continue
+        parts = [dp_parts(GRADIENT, part) for p, part in pairs]
+        bucket = torch.cat([each.flatten(1) for each in parts], dim=1)
+        total = bucket.new_empty(bucket.shape[1])
+        dist.reduce_scatter_single(total, bucket.view(-1), group=mesh["dp"].get_group())
+        reduced = total.split([each[0].numel() for each in parts])
+        for (p, part), each, flat in zip(pairs, parts, reduced, strict=True):
+            mine, place = flat.view(each.shape[1:]), part.placements[0]
+            if isinstance(place, Shard):
+                mine = mine.narrow(place.dim, 0, part.to_local().shape[place.dim])
+            part.grad = DTensor.from_local(
+                mine, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
+            )
+            p.grad = None'''
+
+
+def shards(*, tp: bool) -> str:
+    """The class of the parts, and how a parameter is cut. `tp`: whether parameters are DTensors on tp already."""
+    text = _SHARDS.replace("DIM", "the first dim that tp leaves whole" if tp else "the first dim")
+    text = text.replace("CHOOSE", _WITH_TP if tp else _WITHOUT_TP)
+    placed = 'mesh["dp", "tp"], (place, *p.placements)' if tp else 'mesh["dp"], (place,)'
+    made = f"split = DTensor.from_local(part, {placed}, run_check=False, shape=p.shape, stride=p.stride())"
+    return text.replace("SPLIT", "\n".join(layout(made, "    ")))
+
+
+def groups(blocks: Sequence[str], *, several_dtypes: bool) -> str:
+    """What is exchanged together. `blocks`: the classes of repeated blocks."""
+    if blocks:
+        kinds = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
+        line = "        if isinstance(module, BLOCKS):"
+        text = _GROUPS.replace(line, "\n".join(layout(f"if isinstance(module, {kinds}):", "        ")))
+    else:
+        text = _ONE_GROUP
+    return f"{text.replace('def groups', 'def mixed_groups')}\n\n\n{_BY_DTYPE}" if several_dtypes else text
+
+
+def exchange(*, tp: bool) -> str:
+    """The two directions: parameters gathered before a step's forward, gradients scattered after its last backward."""
+    text = _EXCHANGE.replace("WHOLE", "local(p)" if tp else "p")
+    return text.replace("GRADIENT", "local_gradient(p)" if tp else "p.grad")
+
+
+__all__ = ["OPTIMIZED", "exchange", "groups", "shards"]
