@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..planner.errors import AutoparError
+
+# Facts of a cluster that a user may know better than the catalogue.
+HbmGib = Annotated[float | None, typer.Option("--hbm-gib", help="Memory of a GPU, instead of the catalogue's.")]
+GpusPerNode = Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")]
+NicsPerNode = Annotated[int | None, typer.Option("--nics-per-node", min=1, help="Network cards of a node.")]
+NicGbit = Annotated[float | None, typer.Option("--nic-gbit-per-second", help="Rate of one network card.")]
+IntraNode = Annotated[
+    float | None, typer.Option("--intra-node-gb-per-second", help="Bus bandwidth of large collectives inside a node.")
+]
+
+
+def given_overrides(
+    *,
+    hbm_gib: float | None,
+    gpus_per_node: int | None,
+    nics_per_node: int | None,
+    nic_gbit_per_second: float | None,
+    intra_node_gb_per_second: float | None,
+) -> Mapping[str, float]:
+    """Those that were given, by the names of `cost_models.hardware.OVERRIDES`."""
+    return {name: value for name, value in locals().items() if value is not None}
 
 
 def parse_assignments(items: Iterable[str], *, option: str) -> dict[str, str]:

@@ -117,7 +117,7 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
 # Sections of --fail-on that hold settings, beside "mesh": the attributes of Plan that they show.
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
-    "cluster": ("cluster", "gpus", "stack"),
+    "cluster": ("cluster", "cluster_overrides", "gpus", "stack"),
     "batch": ("batch_size", "microbatches"),
     "schedule": ("schedule",),
     "zero": ("zero",),
@@ -142,6 +142,8 @@ def _settings(old: Plan, new: Plan) -> Iterable[SettingChange]:
 
 
 def _setting(plan: Plan, name: str) -> str:
+    if name == "cluster_overrides":
+        return " ".join(f"{key}={value:g}" for key, value in sorted(plan.cluster_overrides.items())) or "none"
     if name != "model":
         return str(getattr(plan, name))
     # The path is where the file lies, not what the model is; two checkouts of one model are the same.

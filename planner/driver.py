@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..cost_models.errors import AutoparError
-from ..cost_models.hardware import Cluster, load_cluster
+from ..cost_models.hardware import Cluster, cluster_with
 from ..cost_models.memory import COMPUTE_BYTES
 from ..cost_models.optimizer import get_optimizer
 from ..cost_models.stacks import load_stack
@@ -36,6 +36,7 @@ class PlanRequest:
     arguments: Mapping[str, object] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     cluster: str = "h100-sxm"
+    cluster_overrides: Mapping[str, float] = field(default_factory=dict)  # of OVERRIDES
     batch_size: int | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -77,7 +78,7 @@ def check_request(request: PlanRequest) -> Cluster:
     Raises:
         AutoparError: the option and the valid values.
     """
-    cluster = load_cluster(request.cluster)
+    cluster = cluster_with(request.cluster, request.cluster_overrides)
     cluster.check_gpus(request.gpus)
     get_optimizer(request.optimizer)
     load_stack(request.stack)
@@ -172,6 +173,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
             inputs=dict(request.inputs),
         ),
         cluster=request.cluster,
+        cluster_overrides=dict(request.cluster_overrides),
         gpus=request.gpus,
         batch_size=graph.batch_size,
         precision=request.precision,
@@ -213,7 +215,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
             activation_checkpoint=best.activation_checkpoint,
         ),
         time_breakdown_seconds=dict(best.cost.breakdown),
-        alternatives=tuple(alternative(other) for other in found.runners_up[:NUM_ALTERNATIVES]),
+        alternatives=alternatives(found),
         solver=SolverReport(
             solver="HiGHS",
             status=status,
@@ -228,10 +230,26 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
     )
 
 
-def alternative(candidate: Candidate) -> Alternative:
-    """A runner-up as data."""
+def alternatives(found: Found) -> tuple[Alternative, ...]:
+    """The best of other meshes, and what people ask for by name."""
+    named: dict[tuple[object, ...], str] = {}
+    for name, candidate in found.baselines:
+        key = _choice(candidate)
+        named[key] = f"{named[key]}, {name}" if key in named else name
+    others = {_choice(other): other for other in found.runners_up[:NUM_ALTERNATIVES]}
+    others |= {_choice(other): other for _, other in found.baselines}
+    others.pop(_choice(found.best), None)
+    return tuple(_alternative(other, named.get(key, "")) for key, other in others.items())
+
+
+def _choice(candidate: Candidate) -> tuple[object, ...]:
+    """What tells two candidates of one search apart for a person."""
+    return candidate.mesh, candidate.schedule, candidate.zero, candidate.activation_checkpoint, candidate.stages
+
+
+def _alternative(candidate: Candidate, note: str) -> Alternative:
     mesh = candidate.mesh
-    used = [name for name, size in mesh.sizes.items() if size > 1]
+    fullest = max(candidate.cost.stages, key=lambda stage: stage.memory_bytes["total"]).memory_bytes
     return Alternative(
         mesh=mesh.sizes,
         microbatches=mesh.microbatches,
@@ -240,7 +258,9 @@ def alternative(candidate: Candidate) -> Alternative:
         activation_checkpoint=candidate.activation_checkpoint,
         step_seconds=candidate.cost.step_seconds if candidate.fits else None,
         memory_bytes=candidate.cost.memory_bytes,
-        note=f"{used[0]} only" if len(used) == 1 else "",
+        note=note,
+        time_breakdown_seconds=dict(candidate.cost.breakdown),
+        memory_breakdown_bytes={name: size for name, size in fullest.items() if name != "total" and size},
     )
 
 

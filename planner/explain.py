@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ..cost_models.units import format_bytes, format_count, format_seconds
+from .errors import AutoparError
 from .plan import Alternative, Plan
 from .tables import Table
 
@@ -18,6 +19,7 @@ _CHECKPOINT = {
     "full": "full activation checkpointing",
 }
 
+_GRADIENT_BYTES = 4  # of one parameter; gradients are kept in fp32
 _STATUS = {"optimal": "proven optimal", "within gap": "search complete", "time limit": "stopped at the time limit"}
 
 
@@ -46,9 +48,10 @@ def decision_line(plan: Plan) -> str:
 
 def setting_line(plan: Plan) -> str:
     """What the plan is for."""
+    facts = "".join(f", {name}={value:g}" for name, value in sorted(plan.cluster_overrides.items()))
     return (
-        f"{plan.gpus} GPUs of {plan.cluster}, {plan.batch_size} samples a step, {plan.precision}, {plan.optimizer}, "
-        f"stack {plan.stack}"
+        f"{plan.gpus} GPUs of {plan.cluster}{facts}, {plan.batch_size} samples a step, "
+        f"{plan.precision}, {plan.optimizer}, stack {plan.stack}"
     )
 
 
@@ -106,7 +109,7 @@ def time_table(plan: Plan) -> Table:
     return Table(title="Where the step goes", columns=("part", "time", "share"), rows=tuple(rows), num_numeric=2)
 
 
-def _part(plan: Plan, name: str) -> str:
+def _part(plan: Plan | Alternative, name: str) -> str:
     """A mesh axis stands for the communication on it that nothing hides."""
     return f"{name} communication" if name in plan.mesh else name.replace("_", " ")
 
@@ -202,7 +205,9 @@ def solver_line(plan: Plan) -> str:
 
 def explanations(plan: Plan) -> tuple[str, ...]:
     """Why the plan is what it is, in plain sentences."""
-    return (*_time_sentences(plan), *_memory_sentences(plan), *_runner_up_sentences(plan))
+    return (
+        *_time_sentences(plan), *_memory_sentences(plan), *_balance_sentences(plan), *_runner_up_sentences(plan)
+    )  # fmt: skip
 
 
 def _time_sentences(plan: Plan) -> tuple[str, ...]:
@@ -238,6 +243,26 @@ def _memory_sentences(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def _balance_sentences(plan: Plan) -> tuple[str, ...]:
+    """What data and model parallelism each would send: gradients of the parameters, or activations."""
+    used = [axis for axis, size in plan.mesh.items() if size > 1]
+    if not used:
+        return ()
+    parameters = max(stage.num_parameters for stage in plan.stages)
+    gradients = parameters * _GRADIENT_BYTES
+    activations = plan.microbatches * max(stage.memory_bytes.get("activations", 0) for stage in plan.stages)
+    if not gradients or not activations:
+        return ()
+    held = f"gradients of {format_bytes(gradients)} against about {format_bytes(activations)} of activations"
+    if activations > 2 * gradients:
+        leans = "favours data parallelism, which sends gradients only"
+    elif gradients > 2 * activations:
+        leans = "favours model parallelism, which sends activations only"
+    else:
+        leans = "favours neither data nor model parallelism by much"
+    return (f"A step of one GPU has {held}: that {leans}. The plan uses {', '.join(used)}.",)
+
+
 def _runner_up_sentences(plan: Plan) -> tuple[str, ...]:
     found = []
     for other in plan.alternatives:
@@ -245,9 +270,52 @@ def _runner_up_sentences(plan: Plan) -> tuple[str, ...]:
         if other.step_seconds is None:
             short = other.memory_bytes - plan.memory_capacity_bytes
             by = f", {format_bytes(short)} too much" if short > 0 else ""
-            found.append(f"{name} does not fit: it needs {format_bytes(other.memory_bytes)}{by}.")
+            found.append(f"{name} does not fit: it needs {format_bytes(other.memory_bytes)}{by}{_holders(other)}.")
         elif plan.step_seconds and other.step_seconds >= plan.step_seconds:
             slower = other.step_seconds / plan.step_seconds - 1
             memory = format_bytes(other.memory_bytes)
-            found.append(f"{name} is predicted {slower:.1%} slower, with {memory} on the fullest GPU.")
+            why = _difference(plan, other)
+            found.append(f"{name} is predicted {slower:.1%} slower, with {memory} on the fullest GPU{why}.")
     return tuple(found)
+
+
+def _holders(other: Alternative) -> str:
+    """The two largest components of what does not fit."""
+    parts = sorted(other.memory_breakdown_bytes.items(), key=lambda item: (-item[1], item[0]))[:2]
+    return (
+        ": " + " and ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts) if parts else ""
+    )
+
+
+def comparison(plan: Plan, other: Plan) -> str:
+    """Another plan of the same step beside this one, such as one with pins.
+
+    Raises:
+        AutoparError: it is a plan of another model, batch or number of GPUs.
+    """
+    for name in ("gpus", "batch_size", "fingerprint"):
+        if getattr(plan, name) != getattr(other, name):
+            what = "model" if name == "fingerprint" else name.replace("_", " ")
+            raise AutoparError(f"the two plans are of another {what}", fix="compare plans of one step")
+    slower = other.step_seconds / plan.step_seconds - 1
+    name = decision_line(other)
+    if slower >= 0:
+        return f"{name}: {slower:.1%} slower{_difference(plan, other)}."
+    return f"{name}: {-slower:.1%} faster; this plan spends more on{_difference(other, plan)[1:]}."
+
+
+def _difference(plan: Plan | Alternative, other: Plan | Alternative) -> str:
+    """Where a slower plan loses time, and where it gains some of it back."""
+    if not other.time_breakdown_seconds:
+        return ""
+    ours, theirs = plan.time_breakdown_seconds, other.time_breakdown_seconds
+    more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {*ours, *theirs}}
+    ordered = sorted(more.items(), key=lambda item: (-item[1], item[0]))
+    total = sum(seconds for _, seconds in ordered if seconds > 0)
+    lost = [f"{_part(plan, name)} +{format_seconds(seconds)}" for name, seconds in ordered if seconds > 0.1 * total > 0]
+    gained = [
+        f"{_part(plan, name)} -{format_seconds(-seconds)}"
+        for name, seconds in reversed(ordered)
+        if seconds < -0.1 * total < 0
+    ]
+    return ": " + ", ".join([*lost, *gained]) if lost else ""

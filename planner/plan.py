@@ -7,9 +7,16 @@ file and no string of it is ever evaluated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 SCHEMA_VERSION = 1
+IS_OPTIONAL = "is_optional"
+
+
+def _optional() -> Any:
+    """A mapping that plan.json leaves out where it is empty."""
+    return field(default_factory=dict, metadata={IS_OPTIONAL: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,9 @@ class Alternative:
     activation_checkpoint: str
     step_seconds: float | None  # None: does not fit
     memory_bytes: int
-    note: str = ""
+    note: str = ""  # what people ask for by name: "dp only", "ZeRO-3 only"
+    time_breakdown_seconds: Mapping[str, float] = _optional()  # as of the plan
+    memory_breakdown_bytes: Mapping[str, int] = _optional()  # component -> bytes, of the fullest stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +125,4 @@ class Plan:
     solver: SolverReport
     pins: Mapping[str, str]  # option name -> value the user fixed
     notes: tuple[str, ...] = ()
+    cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...

@@ -21,6 +21,7 @@ from typing import Any
 
 from .errors import AutoparError
 from .plan import (
+    IS_OPTIONAL,
     SCHEMA_VERSION,
     Alternative,
     CollectivePlan,
@@ -103,7 +104,8 @@ def rounded(plan: Plan) -> Plan:
 def _data(value: object) -> Json:
     """Plain JSON data: records by field order, mappings sorted, floats rounded."""
     if is_dataclass(value):
-        return {field.name: _data(getattr(value, field.name)) for field in fields(value)}
+        values = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: _data(item) for field, item in values if item or not field.metadata.get(IS_OPTIONAL)}
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in sorted(value.items())}
     if isinstance(value, (list, tuple)):
@@ -283,7 +285,7 @@ def _check_facts(data: Json, where: str) -> None:
 
 
 def _plan(data: Json) -> Plan:
-    known = {field.name: data[field.name] for field in fields(Plan)}
+    known = {field.name: data[field.name] for field in fields(Plan) if field.name in data}
     known["model"] = ModelSource(**data["model"])
     known["mesh"] = {axis: data["mesh"][axis] for axis in MESH_ORDER}  # the file has them by name
     known["stages"] = tuple(StagePlan(**{**stage, "fqns": tuple(stage["fqns"])}) for stage in data["stages"])

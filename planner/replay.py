@@ -60,6 +60,7 @@ def request_of(plan: Plan) -> PlanRequest:
         inputs=plan.model.inputs,
         gpus=plan.gpus,
         cluster=plan.cluster,
+        cluster_overrides=plan.cluster_overrides,
         batch_size=plan.batch_size,
         precision=plan.precision,
         optimizer=plan.optimizer,

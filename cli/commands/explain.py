@@ -9,19 +9,33 @@ import typer
 
 from ...planner import explain as words
 from ...planner.plan_json import read_plan
-from ..console import print_json, print_result, print_table
+from ..console import print_json, print_result, print_table, progress
 
 
 def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json.")],
+    against: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Another plan of the same step: say why it is slower or faster.")
+    ] = None,
+    has_what_if: Annotated[
+        bool, typer.Option("--what-if", help="Plan again with more memory, a faster network and a larger batch.")
+    ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
-    """Say where time and memory go, what binds, and why the runner-ups lost.
+    """Say where time and memory go, what binds, why the runner-ups lost, and what would change the answer.
 
-    autopar explain gpt-autopar/plan.json
+    autopar explain gpt-autopar/plan.json --what-if
     """
     plan = read_plan(plan_file)
     sentences = words.explanations(plan)
+    if against is not None:
+        sentences += (words.comparison(plan, read_plan(against)),)
+    if has_what_if:
+        from ...planner.what_if import what_if
+
+        with progress(is_quiet=is_quiet) as report:
+            sentences += tuple(found.sentence(plan) for found in what_if(plan, report))
     if is_json:
         data = {
             "decision": words.decision_line(plan),

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ...cost_models.hardware import Cluster, cluster_names, gpu_names, load_cluster, load_gpu
+from ...cost_models.hardware import Cluster, cluster_names, cluster_with, gpu_names, load_cluster, load_gpu
 from ...cost_models.units import format_bytes, format_bytes_per_second, format_flops_per_second
+from ...planner.errors import AutoparError
 from ...planner.tables import Table
 from ..console import print_json, print_result, print_table
+from ..options import GpusPerNode, HbmGib, IntraNode, NicGbit, NicsPerNode, given_overrides
 
 app = typer.Typer(help="List and show GPUs and clusters.", no_args_is_help=True)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -55,6 +57,11 @@ def list_hardware(is_json: JsonOption = False) -> None:
 @app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="Name of a cluster or GPU, or the path of a cluster file.")],
+    hbm_gib: HbmGib = None,
+    gpus_per_node: GpusPerNode = None,
+    nics_per_node: NicsPerNode = None,
+    nic_gbit_per_second: NicGbit = None,
+    intra_node_gb_per_second: IntraNode = None,
     is_json: JsonOption = False,
 ) -> None:
     """Show every number of a cluster or GPU and where it comes from.
@@ -63,7 +70,16 @@ def show(
     """
     # A name may be both; the cluster holds its GPU.
     is_gpu = name in gpu_names() and name not in cluster_names()
-    entry = load_gpu(name) if is_gpu else load_cluster(name)
+    overrides = given_overrides(
+        hbm_gib=hbm_gib,
+        gpus_per_node=gpus_per_node,
+        nics_per_node=nics_per_node,
+        nic_gbit_per_second=nic_gbit_per_second,
+        intra_node_gb_per_second=intra_node_gb_per_second,
+    )
+    if is_gpu and overrides:
+        raise AutoparError(f"{name} is a GPU; only facts of a cluster can be overridden", fix="give a cluster's name")
+    entry = load_gpu(name) if is_gpu else cluster_with(name, overrides)
     if is_json:
         print_json(asdict(entry))
         return

@@ -18,7 +18,16 @@ from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
 from ...planner.replay import parse_mesh
 from ..console import Progress, print_note, print_result, print_table, progress
-from ..options import default_folder, parse_assignments
+from ..options import (
+    GpusPerNode,
+    HbmGib,
+    IntraNode,
+    NicGbit,
+    NicsPerNode,
+    default_folder,
+    given_overrides,
+    parse_assignments,
+)
 
 if TYPE_CHECKING:
     from ...planner.driver import PlanRequest
@@ -49,6 +58,11 @@ def plan(
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs to plan for.")] = None,
     cluster: Annotated[str, typer.Option(help="Catalogue name or TOML file.")] = DEFAULT_CLUSTER,
+    hbm_gib: HbmGib = None,
+    gpus_per_node: GpusPerNode = None,
+    nics_per_node: NicsPerNode = None,
+    nic_gbit_per_second: NicGbit = None,
+    intra_node_gb_per_second: IntraNode = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples a step, over all GPUs; else as the model file has them.")
     ] = None,
@@ -114,6 +128,13 @@ def plan(
         inputs=input_texts,
         gpus=gpus,
         cluster=cluster,
+        cluster_overrides=given_overrides(
+            hbm_gib=hbm_gib,
+            gpus_per_node=gpus_per_node,
+            nics_per_node=nics_per_node,
+            nic_gbit_per_second=nic_gbit_per_second,
+            intra_node_gb_per_second=intra_node_gb_per_second,
+        ),
         batch_size=batch_size,
         precision=precision.value,
         optimizer=optimizer.value,

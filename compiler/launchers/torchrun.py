@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...cost_models.hardware import load_cluster
+from ...cost_models.hardware import cluster_with
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
 from .train_script import render_train_script
@@ -48,7 +48,7 @@ def render_training(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> 
     """
     # Text only: the folder may not be there yet.
     cluster = os.path.normpath(folder / plan.cluster) if plan.cluster.endswith(".toml") else plan.cluster
-    per_node = load_cluster(cluster).gpus_per_node
+    per_node = cluster_with(cluster, plan.cluster_overrides).gpus_per_node
     nodes = -(-plan.gpus // per_node)
     if plan.gpus % nodes:
         raise ValueError(f"{plan.gpus} ranks do not fill {nodes} nodes evenly")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, GIB
@@ -101,6 +103,24 @@ def load_cluster(
         inter_node=_network_with(cluster, nics_per_node, nic_gbit_per_second),
         sources=cluster.sources + tuple((name, "given by the user") for name in sorted(given)),
     )
+
+
+OVERRIDES = ("hbm_gib", "gpus_per_node", "nics_per_node", "nic_gbit_per_second", "intra_node_gb_per_second")
+
+
+def cluster_with(name_or_path: str, overrides: Mapping[str, float]) -> Cluster:
+    """`load_cluster` with facts that came as data, of OVERRIDES.
+
+    Raises:
+        HardwareError: as `load_cluster`, or a count that is not whole.
+    """
+    given: dict[str, Any] = dict(overrides)
+    for name in ("gpus_per_node", "nics_per_node"):
+        if name in given:
+            if given[name] != int(given[name]):
+                raise HardwareError(f"{name} is {given[name]}", fix="give a whole number")
+            given[name] = int(given[name])
+    return load_cluster(name_or_path, **given)
 
 
 def _gpu_with(gpu: Gpu, hbm_gib: float | None, sustained_fraction: float | None) -> Gpu:

@@ -9,7 +9,7 @@ stages, and priced exactly under each policy; placements are solved once for all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log10
 
@@ -86,6 +86,7 @@ class Found:
 
     best: Candidate
     runners_up: tuple[Candidate, ...]
+    baselines: tuple[tuple[str, Candidate], ...]  # what people ask for by name, where the pins allow it
     bound_seconds: float
     considered: int
     solved: int
@@ -168,7 +169,7 @@ class _Sweep:
         if not self._fitting():
             self._add_leanest([mesh for mesh in everything if mesh not in bounds])
             self._refuse()
-        self._add_single_axis_runners(everything, bounds)
+        baselines = tuple(self._baselines(everything, bounds))
         chosen = min(self._fitting(), key=_rank)
         if proven is not None:
             lowest, is_complete = proven.bound_seconds, proven.is_complete
@@ -179,6 +180,7 @@ class _Sweep:
         return Found(
             best=chosen,
             runners_up=_best_of_other_meshes(self.found, chosen),
+            baselines=baselines,
             bound_seconds=min(lowest, chosen.cost.step_seconds),
             considered=len(every),
             solved=self.solved,
@@ -244,14 +246,33 @@ class _Sweep:
                 return
             self.found.extend(self._solve(mesh, once=True))
 
-    def _add_single_axis_runners(self, every: list[Mesh], hopeful: Mapping[Mesh, float]) -> None:
-        """Dp only, tp only and pp only are priced even where a bound excludes them: people ask."""
+    def _baselines(self, every: list[Mesh], hopeful: Mapping[Mesh, float]) -> Iterator[tuple[str, Candidate]]:
+        """One axis only, whatever its bound: people ask. They are runner-ups like the others."""
         gpus = self.setting.gpus
-        done = {candidate.mesh for candidate in self.found}
-        for sizes in ((gpus, 1, 1), (1, gpus, 1), (1, 1, gpus)):
-            same = [mesh for mesh in every if (mesh.pp, mesh.dp, mesh.tp) == sizes]
-            if same and not any(mesh in done for mesh in same) and time.monotonic() < self.deadline:
-                self.found.extend(self._solve(same[0], once=same[0] not in hopeful))
+        for axis in ("dp", "tp", "pp") if gpus > 1 else ():
+            same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
+            if not any(candidate.mesh in same for candidate in self.found):
+                for mesh in same[:1] if time.monotonic() < self.deadline else ():
+                    self.found.extend(self._solve(mesh, once=mesh not in hopeful))
+            priced = [candidate for candidate in self.found if candidate.mesh in same]
+            if priced:
+                yield f"{axis} only", min(priced, key=lambda candidate: (not candidate.fits, _rank(candidate)))
+            yield from self._plain(axis, same)
+
+    def _plain(self, axis: str, same: Sequence[Mesh]) -> Iterator[tuple[str, Candidate]]:
+        """An axis as it is used without a planner: all states split over dp, or stages that wait for each other."""
+        pins = self.setting.pins
+        for mesh in same if time.monotonic() < self.deadline else ():
+            zero = 3 if axis == "dp" and 3 in zeros_for(mesh, pins) else 0
+            if mesh.microbatches > 1 or axis == "tp" or (axis == "dp" and not zero):
+                continue
+            placements = self._placed(mesh, 0.0)
+            if isinstance(placements, str):
+                continue
+            name = "ZeRO-3 only" if zero else "naive model parallel"
+            checkpoint = pins.activation_checkpoint or "none"
+            schedule = schedules_for(mesh, pins)[0]
+            yield name, self._candidate(self._evaluator(mesh, placements), schedule, zero, checkpoint)
 
     # --- one candidate ---
 

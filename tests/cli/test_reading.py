@@ -81,7 +81,7 @@ def test_explain(run: Run, write_plan: Write, example_plan: Plan) -> None:
 
 def test_explain_json(run: Run, write_plan: Write, example_plan: Plan) -> None:
     data = json.loads(run("explain", write_plan(example_plan), "--json").out)
-    assert len(data["explanations"]) == 5
+    assert len(data["explanations"]) == 6
 
 
 def test_names_in_brackets_are_no_markup(run: Run, write_plan: Write, example_plan: Plan) -> None:
@@ -110,3 +110,17 @@ def test_ops(run: Run) -> None:
     assert names == sorted(names)
     assert json.loads(run("ops", "--json").out)["ops"] == names
     assert run("ops", "no such text").out == "no operation with a rule holds 'no such text'\n"
+
+
+def test_hardware_with_facts_of_the_user(run: Run) -> None:
+    found = run("hardware", "show", "h100-sxm", "--hbm-gib", "64", "--nic-gbit-per-second", "200", "--json")
+    data = json.loads(found.out)
+    assert data["gpu"]["hbm_bytes"] == 64 * 2**30
+    assert data["inter_node"]["nic_bytes_per_second"] == 25e9
+    assert ["hbm_gib", "given by the user"] in data["sources"]
+
+
+def test_explain_against_another_plan(run: Run, write_plan: Write, example_plan: Plan) -> None:
+    other = replace(example_plan, step_seconds=0.3, time_breakdown_seconds={"compute": 0.3})
+    found = run("explain", write_plan(example_plan), "--against", write_plan(other, "pinned.json"), "--json")
+    assert "100.0% slower: compute +200 ms" in json.loads(found.out)["explanations"][-1]

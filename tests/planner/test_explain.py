@@ -1,0 +1,51 @@
+from dataclasses import replace
+
+import pytest
+from autopar.planner.errors import AutoparError
+from autopar.planner.explain import comparison, explanations, setting_line
+from autopar.planner.plan import Plan
+from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
+
+
+def test_says_where_a_runner_up_loses_and_gains(example_plan: Plan) -> None:
+    plan = example_plan
+    slower = replace(plan.alternatives[0], time_breakdown_seconds={"compute": 0.06, "dp": 0.12})
+    text = " ".join(explanations(replace(plan, alternatives=(slower,))))
+    assert "dp=8 (dp only) is predicted 20.0% slower" in text
+    assert "dp communication +120 ms, compute -40.0 ms, bubble -30 ms" in text
+
+
+def test_says_what_fills_the_memory_of_a_runner_up(example_plan: Plan) -> None:
+    plan = example_plan
+    gib = 2**30
+    held = {"activations": 70 * gib, "parameters": 15 * gib, "overhead": 5 * gib}
+    fuller = replace(plan.alternatives[1], memory_breakdown_bytes=held)
+    text = " ".join(explanations(replace(plan, alternatives=(fuller,))))
+    assert "10 GiB too much: activations 70 GiB and parameters 15 GiB" in text
+
+
+def test_says_which_parallelism_the_model_favours(example_plan: Plan) -> None:
+    plan = example_plan
+    stage = plan.stages[0]
+    gradients = 4 * stage.num_parameters
+    for activations, leans in ((100 * gradients, "favours data"), (gradients // 100, "favours model")):
+        memory = {**stage.memory_bytes, "activations": max(1, activations // plan.microbatches)}
+        changed = replace(plan, stages=(replace(stage, memory_bytes=memory),), mesh={"pp": 1, "dp": 8, "tp": 1})
+        assert leans in " ".join(explanations(changed))
+
+
+def test_compares_with_a_plan_of_the_user(example_plan: Plan) -> None:
+    plan = example_plan
+    pinned = replace(plan, step_seconds=0.3, time_breakdown_seconds={"compute": 0.1, "tp": 0.2})
+    assert "100.0% slower: tp communication +180 ms, bubble -30 ms" in comparison(plan, pinned)
+    assert "50.0% faster; this plan spends more on tp communication +180 ms" in comparison(pinned, plan)
+    with pytest.raises(AutoparError, match="another batch size"):
+        comparison(plan, replace(plan, batch_size=plan.batch_size * 2))
+
+
+def test_facts_that_the_user_gave_stay_with_the_plan(example_plan: Plan) -> None:
+    plan = example_plan
+    assert "cluster_overrides" not in plan_to_json(plan)
+    given = replace(plan, cluster_overrides={"hbm_gib": 40.0})
+    assert plan_from_json(plan_to_json(given), where="a test") == rounded(given)
+    assert "hbm_gib=40" in setting_line(given)
