@@ -1,4 +1,4 @@
-"""Parameters and buffers as a pipeline stage holds them: their placement on tp, fused dims, partial gradients."""
+"""Parameters and buffers as a pipeline stage holds them: how ep and tp split them, fused dims, partial gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..planner.capture.graph import Kind, TensorType, Value
 from ..planner.errors import AutoparError
-from ..planner.sharding.mesh import MICROBATCH
+from ..planner.sharding.mesh import MICROBATCH, PARAMETER_AXES, SPLIT_AXES
 from ..planner.sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, Pair
 from ..planner.sharding.program import ModelProgram
 from .gradients import shared_gradients
@@ -18,37 +18,42 @@ PRELUDE = 0
 class HeldTensor:
     """A parameter or buffer as a stage holds it.
 
-    `pair` is its placement on tp. A split in groups is held with the groups as a dim of their own, so that it is
-    a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the user's shape. `partial`:
-    axes over which its gradient is a partial sum until the end of the step. `shares_gradient`: autograd may hand it
-    a gradient that is another tensor's memory.
+    `splits` are its placements on the axes that split it (ep, tp). A split in groups is held with the groups as a dim
+    of their own, so that it is a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the
+    user's shape. `partial`: axes over which its gradient is a partial sum until the end of the step.
+    `shares_gradient`: autograd may hand it a gradient that is another tensor's memory.
     """
 
     fqn: str
     type: TensorType
-    pair: Pair
+    splits: tuple[tuple[str, Pair], ...]
     is_buffer: bool
     persistent: bool
     partial: tuple[str, ...] = ()
     shares_gradient: bool = False
 
     @property
-    def fused_dim(self) -> int | None:
-        return self.pair.dim if self.pair.is_split and self.pair.groups > 1 else None
+    def _fused(self) -> Pair | None:
+        return next((pair for _, pair in self.splits if pair.groups > 1), None)
 
     @property
-    def shard_dim(self) -> int | None:
-        if not self.pair.is_split:
+    def fused_dim(self) -> int | None:
+        return None if self._fused is None else self._fused.dim
+
+    def shard_dim(self, axis: str) -> int | None:
+        """The dim, as held, that an axis splits."""
+        pair = dict(self.splits).get(axis)
+        if pair is None:
             return None
-        return self.pair.dim + (self.pair.groups > 1)
+        return pair.dim + (self._fused is not None and pair.dim >= self._fused.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape as held."""
         shape = self.type.shape
-        if self.fused_dim is None:
+        if self._fused is None:
             return shape
-        dim, groups = self.pair.dim, self.pair.groups
+        dim, groups = self._fused.dim, self._fused.groups
         return (*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
 
 
@@ -86,13 +91,22 @@ def _held(program: ModelProgram, fqn: str, value: TensorType, layout: Layout, is
     info = program.graph.tensors.get(fqn)
     if MICROBATCH in layout and layout[MICROBATCH].is_split:
         raise AutoparError(f"{fqn} is split over microbatches", fix="use one microbatch")
-    pair = layout.get("tp", REPLICATED)
-    dp = layout.get("dp", REPLICATED)
-    if dp.is_split or dp == PARTIAL or pair == PARTIAL:
+    pairs = {axis.name: layout.get(axis.name, REPLICATED) for axis in program.mesh.axes}
+    for axis, pair in pairs.items():
+        if pair == PARTIAL or (pair.is_split and axis not in PARAMETER_AXES):
+            raise AutoparError(
+                f"{fqn} is placed {pair} on {axis}",
+                where="plan.json: placements",
+                fix=f"a parameter is R, R/P or S(dim) on {' and '.join(PARAMETER_AXES)}, R or R/P on other axes",
+            )
+    splits = tuple((axis, pair) for axis, pair in pairs.items() if pair.is_split)
+    dims = [pair.dim for _, pair in splits]
+    if any(pair.groups > 1 and (axis != "tp" or dims.count(pair.dim) > 1) for axis, pair in splits):
+        placed = " and ".join(f"{pair} on {axis}" for axis, pair in splits)
         raise AutoparError(
-            f"{fqn} is placed {pair} on tp and {dp} on dp",
+            f"{fqn} is placed {placed}",
             where="plan.json: placements",
-            fix="a parameter is R, R/P or S(dim) on tp and R or R/P on dp",
+            fix="split a dim in groups on tp alone, and on no other axis",
         )
     partial: tuple[str, ...] = ()
     if value.requires_grad:
@@ -103,7 +117,7 @@ def _held(program: ModelProgram, fqn: str, value: TensorType, layout: Layout, is
     return HeldTensor(
         fqn=fqn,
         type=value,
-        pair=pair,
+        splits=splits,
         is_buffer=is_buffer,
         persistent=info.persistent if info is not None else True,
         partial=partial,
@@ -111,19 +125,18 @@ def _held(program: ModelProgram, fqn: str, value: TensorType, layout: Layout, is
 
 
 def _merged(one: HeldTensor, other: HeldTensor) -> HeldTensor:
-    """One tensor read by several units: the same placement, or R and R/P side by side (then held R/P)."""
+    """One tensor read by several units: split alike, or R and R/P side by side (then held R/P)."""
     if other.shares_gradient and not one.shares_gradient:
         one = replace(one, shares_gradient=True)
-    if one.pair == other.pair and one.partial == other.partial:
-        return one
-    if one.pair.is_split or other.pair.is_split:
+    if one.splits != other.splits:
+        axis, pair = next(iter(set(one.splits) ^ set(other.splits)))
         raise AutoparError(
-            f"{one.fqn} is placed {one.pair} by one use and {other.pair} by another on tp",
+            f"{one.fqn} is placed {pair} by one use and otherwise by another on {axis}",
             where="plan.json: placements",
             fix="give the parameter one placement wherever it is used",
         )
-    partial = tuple(axis for axis in ("dp", "tp") if axis in (*one.partial, *other.partial))
-    return replace(one, pair=SUMMED_GRADIENT if "tp" in partial else REPLICATED, partial=partial)
+    partial = tuple(axis for axis in SPLIT_AXES if axis in (*one.partial, *other.partial))
+    return replace(one, partial=partial)
 
 
 def prelude_tensors(program: ModelProgram, values: set[Value]) -> frozenset[str]:

@@ -127,10 +127,15 @@ def _check_stages(program: ModelProgram, stages: Sequence[tuple[int, int]]) -> N
 
 def _check_ties(stages: Sequence[StageProgram], ties: Mapping[str, tuple[int, ...]]) -> None:
     for fqn, where in ties.items():
-        pairs = {str(tensor.pair) for index in where for tensor in stages[index].tensors if tensor.fqn == fqn}
-        if len(pairs) > 1:
+        placed = {
+            " and ".join(f"{pair} on {axis}" for axis, pair in tensor.splits) or "whole"
+            for index in where
+            for tensor in stages[index].tensors
+            if tensor.fqn == fqn
+        }
+        if len(placed) > 1:
             raise AutoparError(
-                f"tied parameter {fqn} is placed differently on its stages: {', '.join(sorted(pairs))} on tp",
+                f"tied parameter {fqn} is placed differently on its stages: {', '.join(sorted(placed))}",
                 where="plan.json: placements",
                 fix="give the parameter one placement wherever it is used",
             )

@@ -16,6 +16,7 @@ from enum import Enum
 
 from .errors import AutoparError, CheckFailed
 from .plan import Plan, StagePlan
+from .sharding.mesh import ordered
 
 DIFF_SCHEMA_VERSION = 1
 
@@ -129,8 +130,7 @@ SECTIONS = ("mesh", *_SETTINGS, "stages", "tensors", "placements")
 
 
 def _settings(old: Plan, new: Plan) -> Iterable[SettingChange]:
-    axes = list(dict.fromkeys(("pp", "dp", "tp", *sorted({*old.mesh, *new.mesh}))))
-    for axis in axes:
+    for axis in ordered({**old.mesh, **new.mesh}):
         sizes = old.mesh.get(axis, 1), new.mesh.get(axis, 1)
         if sizes[0] != sizes[1]:
             yield SettingChange(section="mesh", name=axis, old=str(sizes[0]), new=str(sizes[1]))

@@ -179,7 +179,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         precision=request.precision,
         optimizer=request.optimizer,
         stack=request.stack,
-        mesh=best.mesh.sizes,
+        mesh=best.mesh.written,
         microbatches=best.mesh.microbatches,
         schedule=best.schedule,
         zero=best.zero,
@@ -251,7 +251,7 @@ def _alternative(candidate: Candidate, note: str) -> Alternative:
     mesh = candidate.mesh
     fullest = max(candidate.cost.stages, key=lambda stage: stage.memory_bytes["total"]).memory_bytes
     return Alternative(
-        mesh=mesh.sizes,
+        mesh=mesh.written,
         microbatches=mesh.microbatches,
         schedule=candidate.schedule,
         zero=candidate.zero,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from ..cost_models.units import format_bytes, format_count, format_seconds
 from .errors import AutoparError
 from .plan import Alternative, Plan
+from .sharding.mesh import ordered
 from .tables import Table
 
 _CHECKPOINT = {
@@ -25,8 +26,7 @@ _STATUS = {"optimal": "proven optimal", "within gap": "search complete", "time l
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
     """ "pp=2 dp=2 tp=2", axes of size 1 left out; "1 GPU" where all are."""
-    order = [axis for axis in ("pp", "dp", "tp") if axis in mesh] + sorted(set(mesh) - {"pp", "dp", "tp"})
-    return " ".join(f"{axis}={mesh[axis]}" for axis in order if mesh[axis] > 1) or "1 GPU"
+    return " ".join(f"{axis}={size}" for axis, size in ordered(mesh).items() if size > 1) or "1 GPU"
 
 
 def decision_line(plan: Plan) -> str:

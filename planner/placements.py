@@ -6,7 +6,7 @@ from ..cost_models.errors import AutoparError
 from .capture.graph import Kind, ModelGraph, Node, Template
 from .errors import UnsupportedModel
 from .plan import Plan
-from .sharding.mesh import Mesh
+from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh
 from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 
@@ -20,8 +20,9 @@ def mesh_of(plan: Plan) -> Mesh:
         AutoparError: an unknown axis, or a size below one.
     """
     for name, size in plan.mesh.items():
-        if name not in ("pp", "dp", "tp") or size < 1:
-            raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix="use pp, dp, tp >= 1")
+        if name not in AXES or size < 1:
+            fix = f"use {', '.join(AXES)} >= 1"
+            raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix=fix)
     return Mesh(**plan.mesh, microbatches=plan.microbatches)
 
 
@@ -60,8 +61,9 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:
     where = f"{template.name}: {node.name}"
-    if axis not in ("dp", "tp", "microbatch"):
-        raise AutoparError(f"there is no axis {axis!r} to split over", where=where, fix="use dp, tp or microbatch")
+    if axis not in (*SPLIT_AXES, MICROBATCH):
+        fix = f"use {', '.join(SPLIT_AXES)} or {MICROBATCH}"
+        raise AutoparError(f"there is no axis {axis!r} to split over", where=where, fix=fix)
     try:
         if node.kind is Kind.OP:
             option_named(node, [template.type_of(ref) for ref in node.operands], label)

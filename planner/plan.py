@@ -52,7 +52,7 @@ class CollectivePlan:
     """Collectives of one rank of one stage in a whole step, of one kind, axis and payload size."""
 
     stage: int
-    axis: str  # "tp", "dp", "pp", "world", "tied"
+    axis: str  # "tp", "cp", "ep", "dp", "pp", "world", "tied"
     op: str
     count: int
     num_bytes: int  # payload of each
@@ -107,7 +107,7 @@ class Plan:
     precision: str  # "fp32" | "bf16" | "fp16"
     optimizer: str  # "adamw" | "sgd"
     stack: str
-    mesh: Mapping[str, int]  # pp, dp, tp; size 1 included
+    mesh: Mapping[str, int]  # pp, dp, tp; ep and cp only where they have more than one rank
     microbatches: int
     schedule: str  # "none" | "gpipe" | "1f1b"
     zero: int

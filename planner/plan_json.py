@@ -30,9 +30,9 @@ from .plan import (
     SolverReport,
     StagePlan,
 )
+from .sharding.mesh import written_mesh
 
 LINE_WIDTH = 120
-MESH_ORDER = ("pp", "dp", "tp")
 SIGNIFICANT_DIGITS = 6
 
 # A parsed JSON value; the checks below narrow it.
@@ -287,7 +287,7 @@ def _check_facts(data: Json, where: str) -> None:
 def _plan(data: Json) -> Plan:
     known = {field.name: data[field.name] for field in fields(Plan) if field.name in data}
     known["model"] = ModelSource(**data["model"])
-    known["mesh"] = {axis: data["mesh"][axis] for axis in MESH_ORDER}  # the file has them by name
+    known["mesh"] = written_mesh(data["mesh"])  # the file has them by name
     known["stages"] = tuple(StagePlan(**{**stage, "fqns": tuple(stage["fqns"])}) for stage in data["stages"])
     known["tensor_shapes"] = {pattern: tuple(shape) for pattern, shape in data["tensor_shapes"].items()}
     known["collectives"] = tuple(CollectivePlan(**entry) for entry in data["collectives"])

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from .errors import AutoparError
 from .plan import Plan
+from .sharding.mesh import AXES
 
 if TYPE_CHECKING:
     from .capture.graph import ModelGraph
     from .driver import PlanRequest
-
-
-AXES = ("dp", "tp", "pp")
 
 
 def parse_mesh(text: str, *, where: str) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ...planner.capture.graph import ITEM_BYTES, Kind, ModelGraph, Symbol
 from ...planner.errors import CheckFailed
 from ...planner.plan import Plan
 from ...planner.search.step_collectives import expected_collectives
+from ...planner.sharding.mesh import Mesh
 from ...planner.sharding.program import ModelProgram
 from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
@@ -246,9 +247,9 @@ def _missing(graph: ModelGraph, reference: Reference, results: Sequence[RankResu
 def compare_collectives(plan: Plan, program: ModelProgram, results: Sequence[RankResult]) -> list[CollectiveMismatch]:
     """Recorded against planned collectives, both ways; and the plan's own list against its placements."""
     stages = [(stage.first, stage.last) for stage in plan.stages]
-    per_stage = plan.mesh["dp"] * plan.mesh["tp"]
+    mesh = program.mesh
     found: list[CollectiveMismatch] = []
-    for dp_rank in range(plan.mesh["dp"]):
+    for dp_rank in range(mesh.dp):
         lines = expected_collectives(
             program,
             stages,
@@ -260,15 +261,15 @@ def compare_collectives(plan: Plan, program: ModelProgram, results: Sequence[Ran
         if dp_rank == 0 and plan.collectives != lines:
             found.extend(_stale(plan, lines))
         for rank, result in enumerate(results):
-            if rank // plan.mesh["tp"] % plan.mesh["dp"] != dp_rank:
+            if mesh.coordinate(rank, "dp") != dp_rank:
                 continue
             planned: Lines = Counter()
             for line in lines:
-                if line.stage == rank // per_stage:
-                    planned[_axis_key(line.axis, plan.mesh), line.op, line.num_bytes] += line.count
+                if line.stage == mesh.coordinate(rank, "pp"):
+                    planned[_axis_key(line.axis, mesh), line.op, line.num_bytes] += line.count
             recorded: Lines = Counter()
             for (ranks, op, num_bytes), count in result.recorded.items():
-                recorded[_axis_of(ranks, rank, plan.mesh), op, num_bytes] += count
+                recorded[_axis_of(ranks, rank, mesh), op, num_bytes] += count
             found.extend(_differences(rank, planned, recorded))
     return sorted(found, key=lambda mismatch: (mismatch.rank, mismatch.axis, mismatch.op, mismatch.num_bytes))
 
@@ -296,23 +297,20 @@ def _stale(plan: Plan, lines: Sequence[object]) -> list[CollectiveMismatch]:
     return _differences(-1, summed(plan.collectives), summed(lines))
 
 
-def _axis_key(axis: str, mesh: Mapping[str, int]) -> str:
+def _axis_key(axis: str, mesh: Mesh) -> str:
     """An axis by the ranks it joins: the world is an axis if only one is larger than 1; ties run along pp."""
     if axis == "tied":
         return "pp"
-    large = [name for name, size in mesh.items() if size > 1]
+    large = [name for name, size in mesh.sizes.items() if size > 1]
     return large[0] if axis == "world" and len(large) == 1 else axis
 
 
-def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mapping[str, int]) -> str:
+def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
     """The axis whose line through `rank` the ranks of a group lie on."""
-    tp, dp = mesh["tp"], mesh["dp"]
-    world = tp * dp * mesh["pp"]
-    here = {"pp": rank // (tp * dp), "dp": rank // tp % dp, "tp": rank % tp}
-    strides = {"pp": tp * dp, "dp": tp, "tp": 1}
-    for axis, stride in strides.items():
-        line = {rank + (i - here[axis]) * stride for i in range(mesh[axis])}
+    for axis, size in mesh.sizes.items():
+        first = rank - mesh.coordinate(rank, axis) * mesh.stride(axis)
+        line = {first + i * mesh.stride(axis) for i in range(size)}
         # Ties may join some stages only; the other axes always take part as a whole.
         if len(ranks) > 1 and (set(ranks) == line or (axis == "pp" and set(ranks) < line)):
             return axis
-    return "world" if len(ranks) == world else f"ranks {','.join(map(str, ranks))}"
+    return "world" if len(ranks) == mesh.world_size else f"ranks {','.join(map(str, ranks))}"

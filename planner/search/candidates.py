@@ -7,7 +7,7 @@ pipeline and the optimizer on the smallest share of the parameters. No placement
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -18,7 +18,7 @@ from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
 from ..schedules import get_schedule, schedule_names
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import AXES, Mesh
 from .batch import BatchSplit, splits_evenly
 from .prices import local_work
 from .problem import Space
@@ -45,8 +45,8 @@ class Pins:
             AutoparError: the value and the valid ones.
         """
         for name, size in self.mesh.items():
-            if name not in ("pp", "dp", "tp"):
-                raise AutoparError(f"there is no mesh axis {name!r}", fix="axes are pp, dp and tp")
+            if name not in AXES:
+                raise AutoparError(f"there is no mesh axis {name!r}", fix=f"axes are {', '.join(AXES)}")
             if size < 1:
                 raise AutoparError(f"{name}={size} is no size", fix="sizes start at 1")
         if self.zero is not None and self.zero not in ZERO_STAGES:
@@ -63,7 +63,7 @@ class Pins:
     def described(self) -> dict[str, str]:
         found = {}
         if self.mesh:
-            found["mesh"] = ",".join(f"{name}={self.mesh[name]}" for name in ("pp", "dp", "tp") if name in self.mesh)
+            found["mesh"] = ",".join(f"{name}={self.mesh[name]}" for name in AXES if name in self.mesh)
         for name in ("microbatch_size", "schedule", "zero", "activation_checkpoint"):
             value = getattr(self, name)
             if value is not None:
@@ -134,8 +134,8 @@ def least_largest(counts: Sequence[int], parts: int) -> int:
 
 def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool) -> float:
     """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too."""
-    through = max(whole.device_seconds / (mesh.dp * mesh.tp * mesh.microbatches), whole.host_seconds)
-    share = whole.trained_bytes // (mesh.pp * mesh.tp * (mesh.dp if shards else 1))
+    through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds)
+    share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.dp if shards else 1))
     fullest = least_largest(whole.tensors_by_unit, mesh.pp)
     update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=fullest)
     return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
@@ -144,7 +144,7 @@ def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: st
 def may_fit(whole: WholeModel, mesh: Mesh, pins: Pins, cluster: Cluster, stack: Stack) -> bool:
     """Whether parameters and gradients alone, split over every rank that may share them, leave room."""
     copies = 2 if stack.states == "float32 master" else 1
-    shards = mesh.pp * mesh.tp * (mesh.dp if max(zeros_for(mesh, pins)) >= 2 else 1)
+    shards = mesh.pp * mesh.ep * mesh.tp * (mesh.dp if max(zeros_for(mesh, pins)) >= 2 else 1)
     return copies * whole.trained_bytes / shards <= cluster.gpu.hbm_bytes
 
 
@@ -162,19 +162,15 @@ def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh
     graph = space.graph
     reasons: dict[str, None] = {}
     found: list[Mesh] = []
-    for pp in _divisors(gpus):
-        for dp in _divisors(gpus // pp):
-            sizes = {"pp": pp, "dp": dp, "tp": gpus // pp // dp}
-            if any(sizes[name] != size for name, size in pins.mesh.items()):
-                continue
-            reason = _refusal(graph, sizes, pins)
-            if reason:
-                reasons[reason] = None
-                continue
-            counts, reason = _microbatch_counts(space, batch, sizes, pins)
-            if reason:
-                reasons[reason] = None
-            found.extend(Mesh(**sizes, microbatches=count) for count in counts)
+    for sizes in _axis_sizes(gpus, pins.mesh):
+        reason = _refusal(space, sizes, pins)
+        if reason:
+            reasons[reason] = None
+            continue
+        counts, reason = _microbatch_counts(space, batch, sizes, pins)
+        if reason:
+            reasons[reason] = None
+        found.extend(Mesh(**sizes, microbatches=count) for count in counts)
     if not found:
         if not reasons:
             wanted = ",".join(f"{name}={size}" for name, size in pins.mesh.items())
@@ -188,8 +184,31 @@ def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh
     return tuple(found)
 
 
-def _refusal(graph: ModelGraph, sizes: Mapping[str, int], pins: Pins) -> str:
-    pp, dp = sizes["pp"], sizes["dp"]
+def _axis_sizes(gpus: int, pinned: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes of all axes whose product is `gpus`, pp first."""
+    of_axis = {name: [pinned[name]] if name in pinned else None for name in AXES}
+    of_axis |= {name: [1] for name in ("ep", "cp") if name not in pinned}
+
+    def following(names: Sequence[str], left: int) -> Iterator[dict[str, int]]:
+        name, *others = names
+        for size in [left] if not others else _divisors(left):
+            if (wanted := of_axis[name]) is not None and size not in wanted:
+                continue
+            if not others:
+                yield {name: size}
+            else:
+                yield from ({name: size, **rest} for rest in following(others, left // size))
+
+    yield from following(AXES, gpus)
+
+
+def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
+    graph, pp, dp, ep = space.graph, sizes["pp"], sizes["dp"], sizes["ep"]
+    counts = sorted(space.experts.counts)
+    if ep > 1 and not counts:
+        return f"ep={ep} splits experts, and no product of {graph.name} has any"
+    if ep > 1 and all(count % ep for count in counts):
+        return f"ep={ep} does not divide {' or '.join(map(str, counts))} experts"
     if graph.batch_size % dp:
         return f"dp={dp} does not divide batch {graph.batch_size}"
     if pp > num_cuttable(graph):

@@ -17,13 +17,13 @@ from ...cost_models.memory import Memory
 from ...cost_models.timeline import BACKWARD, FORWARD, schedule_seconds
 from ..capture.graph import ModelGraph
 from ..schedules import action_table, get_schedule
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram, Placements, model_program
 from .parameter_seconds import ParameterSeconds, num_elements
 from .prices import Prices, slowest_of_nodes
 from .stage_memory import StageMemory
-from .step_collectives import held_parameters, prepared_changes, stage_values
+from .step_collectives import REDUCED_AXES, held_parameters, prepared_changes, stage_values
 from .unit_costs import VARIES_BY_UNIT, Seconds, UnitCost, UnitCosts
 
 # A pipeline repeats itself after so many microbatches per stage, with a period of at most so many more. Within 2e-4 of
@@ -37,7 +37,7 @@ class StageCost:
 
     forward: Seconds
     backward: Seconds
-    step: Mapping[str, float]  # once a step: dp, tp, optimizer, prelude
+    step: Mapping[str, float]  # once a step: compute of the prelude, each axis, optimizer
     send_seconds: float  # to the next stage, one microbatch
     memory_bytes: Mapping[str, int]
     num_parameters: int
@@ -157,9 +157,10 @@ class Evaluator:
         step = {
             "compute": prelude.compute,
             "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
-            "tp": prelude.tp + self._parameters.tensor_parallel(held, zero),
             "optimizer": self._parameters.optimizer_step(stored, zero),
         }
+        for axis in REDUCED_AXES:
+            step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
         cost = StageCost(
             forward=forward,
             backward=backward,
@@ -226,12 +227,11 @@ class Evaluator:
         busiest = max(by_rank, key=lambda mine: sum(_busy(cost, microbatches) for cost in mine))
         both = sum((cost.forward + cost.backward for cost in busiest), Seconds())
         once = {name: sum(cost.step[name] for cost in busiest) for name in busiest[0].step}
-        breakdown = {
-            "compute": microbatches * both.compute + once["compute"],
-            "tp": microbatches * both.tp + once["tp"],
-            "dp": microbatches * both.dp + once["dp"],
-            "optimizer": once["optimizer"],
-        }
+        breakdown = {"compute": microbatches * both.compute + once["compute"]}
+        for axis in reversed(SPLIT_AXES):
+            if axis in self.mesh.written:
+                breakdown[axis] = microbatches * both.on_axis(axis) + once[axis]
+        breakdown["optimizer"] = once["optimizer"]
         if len(stages) > 1:
             breakdown["bubble"] = step - sum(breakdown.values())
         else:

@@ -21,7 +21,7 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     needs, has = cost.memory_bytes["total"] / GIB, setting.cluster.gpu.hbm_bytes / GIB
     parts = sorted(((size, name) for name, size in cost.memory_bytes.items() if name != "total" and size), reverse=True)
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
-    mesh = ",".join(f"{name}={size}" for name, size in least.mesh.sizes.items())
+    mesh = ",".join(f"{name}={size}" for name, size in least.mesh.written.items())
     nearest = next(_changes(setting, least), None)
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",

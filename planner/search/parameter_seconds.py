@@ -129,11 +129,11 @@ class ParameterSeconds:
         back = (size + reduced) / rate * times
         return ahead, back if is_kept else back + 2 * size / rate * times
 
-    def tensor_parallel(self, held: Sequence[HeldParameter], zero: int) -> float:
-        """The bucketed all_reduce of replicated parameters with partial gradients on tp."""
+    def partial_gradients(self, axis: str, held: Sequence[HeldParameter], zero: int) -> float:
+        """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
         shards = self.mesh.dp if zero >= 2 else 1
-        partial = sum(parameter_bytes(p) for p in held if "tp" in p.partial)
-        return self.prices.use_seconds("tp", "all_reduce", partial // shards) if partial else 0.0
+        partial = sum(parameter_bytes(p) for p in held if axis in p.partial)
+        return self.prices.use_seconds(axis, "all_reduce", partial // shards) if partial else 0.0
 
     def optimizer_step(self, stored: Sequence[HeldParameter], zero: int) -> float:
         """The update of what this rank keeps."""
@@ -144,7 +144,7 @@ class ParameterSeconds:
 
 
 def num_elements(parameter: HeldParameter) -> int:
-    """Elements on one rank of tp."""
+    """Elements on one rank, before dp shards them."""
     count = 1
     for size in parameter.shape:
         count *= size

@@ -77,7 +77,7 @@ class Prices:
         """One message from pipeline stage `edge` to the next one (from the last to the first where they are a ring)."""
         key = (f"edge {edge}", "send", num_bytes)
         if key not in self._uses:
-            stride = self.mesh.dp * self.mesh.tp
+            stride = self.mesh.stride("pp")
             is_ring = edge == self.mesh.pp - 1
             group = axis_group(2, stride, self.cluster) if is_ring else edge_group(edge, stride, self.cluster)
             self._uses[key] = collective_seconds("send", num_bytes, group, self.cluster)
@@ -85,13 +85,12 @@ class Prices:
 
     def _extent(self, axis: str) -> tuple[int, int]:
         mesh = self.mesh
+        if axis in mesh.sizes:
+            return mesh.sizes[axis], mesh.stride(axis)
         return {
-            "tp": (mesh.tp, 1),
-            "dp": (mesh.dp, mesh.tp),
-            "shard": (mesh.dp // self.replicas, mesh.tp),
-            "replica": (self.replicas, mesh.tp * mesh.dp // self.replicas),
-            "pp": (mesh.pp, mesh.dp * mesh.tp),
-            "tied": (min(mesh.pp, 2), mesh.dp * mesh.tp),
+            "shard": (mesh.dp // self.replicas, mesh.stride("dp")),
+            "replica": (self.replicas, mesh.stride("dp") * mesh.dp // self.replicas),
+            "tied": (min(mesh.pp, 2), mesh.stride("pp")),
             "world": (mesh.world_size, 1),
         }[axis]
 

@@ -4,17 +4,21 @@ One vertex per node of every template (tied parameters share one), states are th
 mesh. Axes that are not free keep the labels they have, so the same code serves one axis after the other and all axes
 at once. What the axes force (docs/design.md, "Placements"):
 
-| | microbatch | dp | tp |
-|---|---|---|---|
-| model input | R | S(batch) | R |
-| parameter | R/P | R/P | R, R/P, S |
-| buffer, constant | R | R | R, S (buffers) |
-| operation | no inner collectives; none in the prelude | batch factor, none, grad, partial | any factor but batch |
-| conversion | identity; R -> S of prelude values | any | any |
-| loss | P/R | R, P/R | R, P/R |
+| | microbatch | dp | ep | cp | tp |
+|---|---|---|---|---|---|
+| model input | R | S(batch) | R | R | R |
+| parameter | R/P | R/P | R/P, S of experts | R/P | R, R/P, S |
+| buffer, constant | R | R | R | R | R, S (buffers) |
+| factor of an operation | batch, none in the prelude | batch | batch, experts | any but batch | any but batch |
+| conversion | identity; R -> S of prelude values | any | any | any | any |
+| loss | P/R | R, P/R | R, P/R | R, P/R | R, P/R |
 
+Beside its factors an operation may always be "none", "grad" or "partial"; on microbatch it has no inner collectives.
 On tp a matrix (a parameter of two dims) is split wherever it can be: split tokens over whole matrices are context
-parallelism, another axis. No parameter is gathered over tp: that is what FSDP does on dp, ahead of time.
+parallelism, cp. On ep parameters made of experts (`experts.py`) are split wherever they can be: whole ones beside split
+samples are data parallelism, dp. On cp an operation that splits a parameter splits all that it reads and makes (a
+table of positions added to tokens). On ep and cp an operation that reads a matrix of parameters splits something if it
+can: these axes are there to share work, and short steps would rather have none. No parameter is gathered but over dp: FSDP does that, ahead of time.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from ..sharding.mesh import MICROBATCH, Axis
 from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
 from ..sharding.program import Placements
 from ..sharding.redistribute import COLLECTIVES, conversion, has_conversion
-from ..sharding.rules import Option, interesting_groups, options_of
+from ..sharding.rules import Option, interesting_groups, label_groups, options_of, plain_label
 from .assignment import Assignment, Choice, Group, Problem
+from .experts import EXPERT_DIMS, Edge, Experts, find_experts
 
 Labels = tuple[str, ...]  # one per axis
 State = tuple[Pair, ...]  # one per axis
@@ -60,17 +65,6 @@ class Costs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Output `output` of template `source` feeds input node `node` of template `target` in `count` pairs of units."""
-
-    source: int
-    output: int
-    target: int
-    node: str
-    count: int
-
-
 @dataclass(frozen=True)
 class Space:
     """What is common to every mesh: options, edges between templates, counts and ties of a graph."""
@@ -91,6 +85,10 @@ class Space:
             for node in template.of_kind(Kind.OP):
                 found[t, node.name] = options_of(node, [template.type_of(ref) for ref in node.operands], groups)
         return found
+
+    @cached_property
+    def experts(self) -> Experts:
+        return find_experts(self.graph, self.options, self.edges)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -172,6 +170,11 @@ def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rul
     if node.kind is Kind.INPUT:
         pairs = [*space.crossing[template, node.name], REPLICATED]
         return list(dict.fromkeys(normal(pair, trainable) for pair in pairs))
+    if axis.name == "ep":
+        experts = [pair for pair in space.experts.tensors.get((template, node.name), ()) if pair.groups == 1]
+        divisible = [pair for pair in experts if can_split(node.output, {axis.name: pair}, (axis,))]
+        must_split = divisible and len(node.output.shape) >= EXPERT_DIMS
+        return divisible if must_split else [normal(SUMMED_GRADIENT, trainable), *divisible]
     if axis.name != "tp":
         return [normal(SUMMED_GRADIENT, trainable)]
     asked = [pair for pair in space.asked.get((template, Ref(node.name)), ()) if pair.is_split]
@@ -195,9 +198,59 @@ def operation_options(space: Space, template: int, node: Node, axis: Axis, rules
         return options[:1] if is_prelude else [option for option in options if not option.runs_collectives]
     if axis.name == "dp" and batch is not None and not is_prelude:
         return [o for o in options if o.label in _UNSPLIT or o.label == batch or o.label.startswith("partial")]
-    if axis.name == "tp" and batch not in (None, *_UNSPLIT) and not rules.tp_may_split_batch:
-        return [o for o in options if o.label != batch or o.label.startswith("partial")]
+    if axis.name == "ep" and not is_prelude:
+        named = {*_UNSPLIT, *({batch} if batch else ()), *space.experts.labels.get((template, node.name), ())}
+        options = [o for o in options if o.label in named or o.label.startswith("partial")]
+        return _split_with_matrices(space, template, node, axis, options)
+    may_split_batch = axis.name == "tp" and rules.tp_may_split_batch
+    if axis.name in ("cp", "tp") and batch not in (None, *_UNSPLIT) and not may_split_batch:
+        options = [o for o in options if not _splits_batch(o.label, batch, space.graph.batch_size)]
+    if axis.name == "cp" and not is_prelude:
+        options = [option for option in options if _keeps_parameters(space, template, node, option)]
+        return _split_with_matrices(space, template, node, axis, options)
     return options
+
+
+def _splits_batch(label: str, batch: str, batch_size: int) -> bool:
+    """Whether a label parts samples from each other as `batch` does; runs as short as one sample keep each whole."""
+    if label.startswith("partial") or plain_label(label) != plain_label(batch):
+        return False
+    return label_groups(label) % (label_groups(batch) * batch_size) != 0
+
+
+def _split_with_matrices(
+    space: Space, template: int, node: Node, axis: Axis, options: Sequence[Option]
+) -> list[Option]:
+    """The options that split something if the operation reads a matrix (or more) of parameters and one divides."""
+    nodes = space.graph.templates[template].by_name
+    operands = [space.graph.templates[template].type_of(ref) for ref in node.operands]
+    if not any(
+        nodes[ref.node].kind is Kind.PARAMETER and len(value.shape) >= _MATRIX_DIMS
+        for ref, value in zip(node.operands, operands, strict=True)
+    ):
+        return list(options)
+    values = (*operands, *node.outputs)
+    divisible = [
+        option
+        for option in options
+        if option.label not in _UNSPLIT
+        and not option.label.startswith("partial")
+        and option.extent % axis.size == 0
+        and all(
+            can_split(value, {axis.name: pair}, (axis,))
+            for value, pair in zip(values, (*option.operands, *option.outputs), strict=True)
+        )
+    ]
+    return divisible or list(options)
+
+
+def _keeps_parameters(space: Space, template: int, node: Node, option: Option) -> bool:
+    """Whether an option reads parameters whole, or splits all that it reads and makes."""
+    nodes = space.graph.templates[template].by_name
+    pairs = zip(node.operands, option.operands, strict=True)
+    if not any(pair.is_split and nodes[ref.node].kind is Kind.PARAMETER for ref, pair in pairs):
+        return True
+    return all(pair.is_split for pair in (*option.operands, *option.outputs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +361,7 @@ class _Builder:
         updates = sum(name == node.name for name, _ in self.space.graph.templates[t].buffer_updates)
         for state in product(*per_axis):
             layout = self._layout(state)
-            if not can_split(value, layout, self.axes):
+            if not can_split(value, layout, self.axes) or (node.kind is Kind.PARAMETER and _cuts_runs_twice(state)):
                 continue
             seconds, size = 0.0, 0.0
             if node.kind in (Kind.PARAMETER, Kind.BUFFER):
@@ -436,9 +489,9 @@ class _Builder:
         self.groups.append(Group(producer=producer, consumers=consumers, weight=weight, prices=prices))
 
     def _gathers(self, source: State, target: State) -> bool:
-        """Whether a parameter would be communicated over tp in every microbatch."""
+        """Whether a parameter would be communicated in every microbatch."""
         for axis, p, r in zip(self.axes, source, target, strict=True):
-            if axis.name == "tp" and p != r:
+            if not axis.is_time and p != r:
                 found = conversion(p, r) if has_conversion(p, r) else None
                 if found is None or found.forward in COLLECTIVES or found.backward in COLLECTIVES:
                     return True
@@ -450,6 +503,12 @@ class _Builder:
             if axis.is_time and p != r and not (may_slice and p == REPLICATED and r.is_split):
                 return False
         return True
+
+
+def _cuts_runs_twice(state: State) -> bool:
+    """Whether a dim of several runs is split by two axes: a parameter held with the runs apart could not say so."""
+    dims = [pair.dim for pair in state if pair.is_split]
+    return any(pair.is_split and pair.groups > 1 and dims.count(pair.dim) > 1 for pair in state)
 
 
 def state_of(state: object) -> State:

@@ -27,22 +27,25 @@ from math import prod
 
 from ..capture.graph import ITEM_BYTES, Kind, TensorType, Value
 from ..plan import CollectivePlan
-from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, local_type
+from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, Mesh
+from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
 from ..sharding.rules.registry import saved_of
 
 PRELUDE_UNIT = 0
 WORLD, TIED = "world", "tied"
+# Axes whose partial gradients are added up after the last microbatch, whatever the ZeRO stage.
+REDUCED_AXES = ("ep", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
-    """A parameter of one stage as one rank holds it on tp, before data parallelism shards it.
+    """A parameter of one stage as one rank holds it on ep and tp, before data parallelism shards it.
 
     `shape`: the local shape; a split in groups is held with the groups as a dim of their own. `trainable`: a
     gradient reaches it. `partial`: axes on which that is a partial sum. `group`: FQN of the block it is sharded with
-    under ZeRO, "" for the root. `tp_dim`: the dim of `shape` that tp splits.
+    under ZeRO, "" for the root. `split_dims`: those of `shape` that ep and tp split.
     """
 
     fqn: str
@@ -51,27 +54,35 @@ class HeldParameter:
     trainable: bool
     partial: frozenset[str]
     group: str
-    tp_dim: int | None = None
+    split_dims: frozenset[int] = frozenset()
 
     def dp_dim(self, zero: int) -> int | None:
-        """The dim that dp splits: FSDP2 takes the first, ZeRO-1 the first that tp leaves whole; None without one."""
-        taken = self.tp_dim if zero == 1 else None
-        return next((dim for dim in range(len(self.shape)) if dim != taken), None)
+        """The dim that dp splits: FSDP2 takes the first, ZeRO-1 the first that is whole; None without one."""
+        taken = self.split_dims if zero == 1 else ()
+        return next((dim for dim in range(len(self.shape)) if dim not in taken), None)
 
 
-def held_shape(value: TensorType, pair: Pair, size: int) -> tuple[int, ...]:
-    """Local shape of a parameter on an axis; S(dim; groups) is held as a plain split of (..., groups, rest, ...)."""
-    if not pair.is_split:
-        return value.shape
-    dim, groups = pair.dim, pair.groups
-    run = value.shape[dim] // groups // size
-    middle = (run,) if groups == 1 else (groups, run)
-    return (*value.shape[:dim], *middle, *value.shape[dim + 1 :])
+def held_shape(value: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """Local shape of a parameter; S(dim; groups) is held as a plain split of (..., groups, rest, ...)."""
+    sizes = list(value.shape)
+    groups_of: dict[int, int] = {}
+    for name in PARAMETER_AXES:
+        pair = layout.get(name, REPLICATED)
+        if pair.is_split:
+            sizes[pair.dim] //= mesh.sizes[name]
+            groups_of[pair.dim] = max(pair.groups, groups_of.get(pair.dim, 1))
+    shape: list[int] = []
+    for dim, size in enumerate(sizes):
+        groups = groups_of.get(dim, 1)
+        shape += [size] if groups == 1 else [groups, size // groups]
+    return tuple(shape)
 
 
-def held_dim(pair: Pair) -> int | None:
-    """The dim of the held shape that an axis splits."""
-    return pair.dim + (pair.groups > 1) if pair.is_split else None
+def held_dims(layout: Layout) -> frozenset[int]:
+    """The dims of the held shape that ep and tp split."""
+    pairs = [pair for name in PARAMETER_AXES if (pair := layout.get(name, REPLICATED)).is_split]
+    fused = next((pair.dim for pair in pairs if pair.groups > 1), None)
+    return frozenset(pair.dim + (fused is not None and pair.dim >= fused) for pair in pairs)
 
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
@@ -95,7 +106,7 @@ def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldP
                 trainable=alike.trainable,
                 partial=alike.partial | before.partial if before else alike.partial,
                 group=(unit.fqn if is_module else "") if before is None else before.group,
-                tp_dim=alike.tp_dim,
+                split_dims=alike.split_dims,
             )
     if first <= 1:
         used = {fqn for unit in graph.units for _, fqn in unit.tensors}
@@ -121,16 +132,15 @@ def _parameters_of(program: ModelProgram, template: int) -> list[tuple[str, Held
         if node.kind is not Kind.PARAMETER:
             continue
         layout = held.layout
-        pair = layout.get("tp", REPLICATED)
-        partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
+        partial = frozenset(a for a in SPLIT_AXES if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
         alike = HeldParameter(
             fqn="",
-            shape=held_shape(node.output, pair, program.mesh.tp),
+            shape=held_shape(node.output, layout, program.mesh),
             dtype=node.output.dtype,
             trainable=node.output.requires_grad,
             partial=partial,
             group="",
-            tp_dim=held_dim(pair),
+            split_dims=held_dims(layout),
         )
         found.append((node.name, alike))
     return found
@@ -322,8 +332,8 @@ def _once_a_step(
         has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
         yield from _fsdp(held, mesh.dp, zero, mesh.microbatches, has_blocks=has_blocks)
     trainable = [parameter for parameter in held if parameter.trainable]
-    for axis in ("dp", "tp"):
-        if axis == "tp" or zero == 0:
+    for axis in ("dp", *REDUCED_AXES):
+        if axis != "dp" or zero == 0:
             partial = [parameter for parameter in trainable if axis in parameter.partial]
             yield from _bucket(axis, partial, shards, dp_rank)
     others = [held_parameters(program, *theirs) for index, theirs in enumerate(stages) if index != stage]
@@ -345,7 +355,7 @@ def loss_axes(program: ModelProgram) -> tuple[str, ...]:
     """
     graph, sizes = program.graph, program.mesh.sizes
     layout = program.templates[graph.units[graph.loss.unit].template].outputs[graph.loss.output].layout
-    axes = [axis for axis in ("dp", "tp") if sizes[axis] > 1 and layout.get(axis) == PARTIAL]
+    axes = [axis for axis in SPLIT_AXES if sizes[axis] > 1 and layout.get(axis) == PARTIAL]
     axes += ["pp"] if sizes["pp"] > 1 else []
     return (WORLD,) if len(axes) > 1 and len(axes) == sum(size > 1 for size in sizes.values()) else tuple(axes)
 
@@ -391,6 +401,6 @@ def _bucket(
 
 
 __all__ = [
-    "HeldParameter", "expected_collectives", "held_dim", "held_parameters", "held_shape", "loss_axes", "padded_bytes",
-    "parameter_bytes", "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
+    "REDUCED_AXES", "HeldParameter", "expected_collectives", "held_dims", "held_parameters", "held_shape", "loss_axes",
+    "padded_bytes", "parameter_bytes", "prepared_changes", "prepared_uses", "recomputed", "shard_bytes", "stage_values",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 For parameters p of a stage s, after its last microbatch:
 
-    A_s >= gradients over dp and tp + O_s,  O_s >= optimizer on the device, O_s >= on the host
+    A_s >= gradients over dp, ep, cp and tp + O_s,  O_s >= optimizer on the device, O_s >= on the host
     D_s >= gather and reduction of an FSDP group, each group           nothing hides the largest
 
 Prices of messages grow slower than their size, so a sum of sizes is priced by the chord to the largest it can be.
@@ -17,12 +17,13 @@ from math import prod
 
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES, Kind, ModelGraph
-from ..sharding.placement import REPLICATED, SUMMED_GRADIENT
+from ..sharding.mesh import SPLIT_AXES
+from ..sharding.placement import SUMMED_GRADIENT
 from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
 from .prices import ACCUMULATED_BYTES, Prices
 from .problem import state_of
-from .step_collectives import HeldParameter, held_dim, held_shape, padded_bytes
+from .step_collectives import REDUCED_AXES, HeldParameter, held_dims, held_shape, padded_bytes
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
 
@@ -93,9 +94,15 @@ class StepParameters:
             add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
         elif self.zero >= 2 and mesh.dp > 1:
             add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
-        if mesh.tp > 1:
-            partial = self.total(parameters, lambda p: size_of(p) if "tp" in p.partial else 0.0, master=False)
-            add(once, self.columns.chord(partial, lambda size: price("tp", "all_reduce", size // shards)))
+        for axis in REDUCED_AXES:
+            if mesh.sizes[axis] > 1:
+                partial = self.total(
+                    parameters, lambda p, axis=axis: size_of(p) if axis in p.partial else 0.0, master=False
+                )
+                add(
+                    once,
+                    self.columns.chord(partial, lambda size, axis=axis: price(axis, "all_reduce", size // shards)),
+                )
         stored = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
         probe = 1 << 30
         rate = optimizer_seconds(probe, gpu, optimizer=self.optimizer) / probe
@@ -151,16 +158,15 @@ class StepParameters:
         graph = self.master if master else self.space.graph
         node = graph.templates[t].by_name[name]
         layout = layout_of(state_of(choice.outputs[0]), self.built.axes)
-        pair = layout.get("tp", REPLICATED)
-        partial = frozenset(a for a in ("dp", "tp") if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
+        partial = frozenset(a for a in SPLIT_AXES if layout.get(a) == SUMMED_GRADIENT and node.output.requires_grad)
         return HeldParameter(
             fqn=name,
-            shape=held_shape(node.output, pair, self.mesh.tp),
+            shape=held_shape(node.output, layout, self.mesh),
             dtype=node.output.dtype,
             trainable=node.output.requires_grad,
             partial=partial,
             group="",
-            tp_dim=held_dim(pair),
+            split_dims=held_dims(layout),
         )
 
     def _bytes(self, key: tuple[int, int, str], amount: Callable[[HeldParameter], float], *, master: bool) -> Linear:
@@ -176,7 +182,7 @@ class StepParameters:
 
 
 def size_of(held: HeldParameter) -> float:
-    """Bytes of a parameter on one rank of tp."""
+    """Bytes of a parameter on one rank, before dp shards it."""
     return float(prod(held.shape) * ITEM_BYTES[held.dtype])
 
 

@@ -1,9 +1,9 @@
 """All choices together: the best plan over meshes, microbatches, placements, cuts and policies.
 
 Candidates (mesh, microbatches) are taken in order of their lower bound and the sweep ends when the bound passes the
-best plan found. A candidate is solved by the op-level program, slowest axis first (dp, then tp), lowered, cut into
-stages, and priced exactly under each policy; placements are solved once for all pipelines and policies of the same
-(dp, microbatches, tp).
+best plan found. A candidate is solved by the op-level program, slowest axis first (dp, ep, cp, then tp), lowered, cut
+into stages, and priced exactly under each policy; placements are solved once for all pipelines and policies of the same
+other axes and microbatches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
 from ..schedules import get_schedule
-from ..sharding.mesh import MICROBATCH, Mesh
+from ..sharding.mesh import MICROBATCH, SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
@@ -122,7 +122,7 @@ class _Sweep:
     whole: WholeModel = field(init=False)
     found: list[Candidate] = field(default_factory=list, init=False)
     useless: dict[str, None] = field(default_factory=dict, init=False)
-    _placements: dict[tuple[int, int, int, float], Placements | str] = field(default_factory=dict, init=False)
+    _placements: dict[tuple[Mesh, float], Placements | str] = field(default_factory=dict, init=False)
     _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
     solved: int = 0
 
@@ -154,7 +154,8 @@ class _Sweep:
                 is_complete = False
                 skipped = bounds[mesh]
                 break
-            self.progress(f"candidate {index + 1} of {len(order)}: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}")
+            sizes = " ".join(f"{name}={size}" for name, size in mesh.written.items())
+            self.progress(f"candidate {index + 1} of {len(order)}: {sizes}")
             for candidate in self._solve(mesh):
                 self.found.append(candidate)
                 if candidate.fits:
@@ -249,7 +250,7 @@ class _Sweep:
     def _baselines(self, every: list[Mesh], hopeful: Mapping[Mesh, float]) -> Iterator[tuple[str, Candidate]]:
         """One axis only, whatever its bound: people ask. They are runner-ups like the others."""
         gpus = self.setting.gpus
-        for axis in ("dp", "tp", "pp") if gpus > 1 else ():
+        for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
             if not any(candidate.mesh in same for candidate in self.found):
                 for mesh in same[:1] if time.monotonic() < self.deadline else ():
@@ -264,7 +265,7 @@ class _Sweep:
         pins = self.setting.pins
         for mesh in same if time.monotonic() < self.deadline else ():
             zero = 3 if axis == "dp" and 3 in zeros_for(mesh, pins) else 0
-            if mesh.microbatches > 1 or axis == "tp" or (axis == "dp" and not zero):
+            if mesh.microbatches > 1 or axis not in ("dp", "pp") or (axis == "dp" and not zero):
                 continue
             placements = self._placed(mesh, 0.0)
             if isinstance(placements, str):
@@ -376,18 +377,21 @@ class _Sweep:
     # --- placements ---
 
     def _placed(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
-        """Placements of (dp, microbatches, tp), or why the mesh makes no sense."""
-        key = (mesh.dp, mesh.microbatches, mesh.tp, seconds_per_byte)
+        """Placements of one stage's ranks and microbatches, or why the mesh makes no sense."""
+        alone = replace(mesh, pp=1)
+        key = (alone, seconds_per_byte)
         if key not in self._placements:
-            self._placements[key] = self._place(replace(mesh, pp=1), seconds_per_byte)
+            self._placements[key] = self._place(alone, seconds_per_byte)
         return self._placements[key]
 
     def _place(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
         rules = self._rules()
         placements = self._batch_labels(mesh)
-        free = [name for name in ("dp", "tp") if mesh.sizes[name] > 1]
-        for name in free:
-            part = mesh if name == "tp" else replace(mesh, tp=1)
+        part = replace(mesh, **dict.fromkeys(SPLIT_AXES, 1))
+        for name in SPLIT_AXES:
+            if mesh.sizes[name] == 1:
+                continue
+            part = replace(part, **{name: mesh.sizes[name]})
             solved = self._solve_axes(part, placements, rules, (name,), seconds_per_byte)
             for price in _SPLITTING_PRICES if self._must_split(mesh, name) else ():
                 if isinstance(solved, str) or _splits_something(self.space, solved, name):
@@ -463,10 +467,10 @@ def _rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
 
 
 def _best_of_other_meshes(found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
-    by_sizes: dict[tuple[int, int, int], Candidate] = {}
+    by_sizes: dict[Mesh, Candidate] = {}
     for candidate in found:
-        sizes = (candidate.mesh.pp, candidate.mesh.dp, candidate.mesh.tp)
-        if sizes == (chosen.mesh.pp, chosen.mesh.dp, chosen.mesh.tp):
+        sizes = replace(candidate.mesh, microbatches=1)
+        if sizes == replace(chosen.mesh, microbatches=1):
             continue
         old = by_sizes.get(sizes)
         if old is None or (not candidate.fits, _rank(candidate)) < (not old.fits, _rank(old)):

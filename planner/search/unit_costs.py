@@ -29,14 +29,26 @@ class Seconds:
 
     compute: float = 0.0
     tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
     dp: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.tp + self.dp
+        return self.compute + self.tp + self.cp + self.ep + self.dp
+
+    def on_axis(self, name: str) -> float:
+        """Of the collectives on an axis."""
+        return {"dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}[name]
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(compute=self.compute + other.compute, tp=self.tp + other.tp, dp=self.dp + other.dp)
+        return Seconds(
+            compute=self.compute + other.compute,
+            tp=self.tp + other.tp,
+            cp=self.cp + other.cp,
+            ep=self.ep + other.ep,
+            dp=self.dp + other.dp,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,4 +293,4 @@ class UnitCosts:
 
 
 def _on_axis(axis: str, seconds: float) -> Seconds:
-    return Seconds(tp=seconds) if axis == "tp" else Seconds(dp=seconds)
+    return Seconds(**{axis: seconds})

@@ -164,7 +164,7 @@ def test_stages_that_do_not_cover_the_units_are_refused(stages: list[tuple[int, 
 
 def test_a_grouped_split_is_held_as_a_plain_shard() -> None:
     held = HeldTensor(
-        fqn="w", type=TensorType(shape=(12, 8), requires_grad=True), pair=parse_pair("S(0;3)"), is_buffer=False,
-        persistent=True,
+        fqn="w", type=TensorType(shape=(12, 8), requires_grad=True), splits=(("tp", parse_pair("S(0;3)")),),
+        is_buffer=False, persistent=True,
     )  # fmt: skip
-    assert (held.shape, held.shard_dim, held.fused_dim) == ((3, 4, 8), 1, 0)
+    assert (held.shape, held.shard_dim("tp"), held.fused_dim) == ((3, 4, 8), 1, 0)

@@ -43,7 +43,7 @@ def test_an_edited_plan_is_checked():
     for bad, message in (
         (edited("Nobody", node, "dp", "R"), "Nobody"),
         (edited(template, "nobody", "dp", "R"), "nobody"),
-        (edited(template, node, "cp", "R"), "cp"),
+        (edited(template, node, "xp", "R"), "xp"),
         (edited(template, node, "dp", "S(9)"), "S(9)"),
     ):
         with pytest.raises(AutoparError) as error:

@@ -41,7 +41,7 @@ def block_class(modules: Modules, template: int, tensors: Mapping[str, HeldTenso
     lines = body.lines(program.outputs, lambda found: returned([e.text for e in found]))
     tree = Tree()
     for path, tensor in held.items():
-        tree.put(path.split("."), creation(tensor, tp=modules.mesh.tp > 1))
+        tree.put(path.split("."), creation(tensor, modules.parameter_axes))
     described = f"{_span([u.fqn for u in units])}{_placed(program, inputs)}."
     text = [f"class {modules.blocks[template]}({base_class(tree)}):", f'    """{comment(described)}"""', ""]
     text += class_data(modules, held)
@@ -60,16 +60,17 @@ def _span(fqns: Sequence[str]) -> str:
 
 
 def _placed(program: TemplateProgram, names: Sequence[str]) -> str:
-    """How what enters and leaves a block lies on tp, where that is not whole everywhere."""
-    pairs = [
-        (f"{name} is", v.layout.get("tp"))
-        for name, v in zip(names, program.inputs, strict=True)
-        if program.template.type_of(v.ref).requires_grad
-    ]
-    pairs += [("returns", v.layout.get("tp")) for v in program.outputs if program.template.type_of(v.ref).requires_grad]
-    if all(pair is None for _, pair in pairs):
-        return ""
-    return "; on tp " + ", ".join(f"{what} {'R' if pair is None else forward_pair(pair)}" for what, pair in pairs)
+    """How what enters and leaves a block lies on cp and tp, where that is not whole everywhere."""
+    ends = [(f"{name} is", v) for name, v in zip(names, program.inputs, strict=True)]
+    ends += [("returns", v) for v in program.outputs]
+    ends = [(what, v) for what, v in ends if program.template.type_of(v.ref).requires_grad]
+    text = ""
+    for axis in ("cp", "tp"):
+        pairs = [(what, v.layout.get(axis)) for what, v in ends]
+        if any(pair is not None for _, pair in pairs):
+            placed = (f"{what} {'R' if pair is None else forward_pair(pair)}" for what, pair in pairs)
+            text += f"; on {axis} {', '.join(placed)}"
+    return text
 
 
 def handle_lines(modules: Modules, lines: Sequence[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
 from ....planner.schedules import get_schedule, schedule_names
-from ....planner.search.step_collectives import loss_axes
+from ....planner.search.step_collectives import REDUCED_AXES, loss_axes
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import comment, layout, literal, quote
@@ -134,7 +134,8 @@ def layout_import(names: Sequence[str]) -> list[str]:
 
 def _constants(modules: Modules) -> Iterator[str]:
     mesh, options = modules.mesh, modules.options
-    yield f"PP, DP, TP = {mesh.pp}, {mesh.dp}, {mesh.tp}"
+    sizes = mesh.written
+    yield f"{', '.join(map(str.upper, sizes))} = {', '.join(map(str, sizes.values()))}"
     if mesh.microbatches > 1 or modules.is_pipeline:
         yield f"MICROBATCHES = {mesh.microbatches}"
     if modules.layers:
@@ -153,12 +154,12 @@ def _constants(modules: Modules) -> Iterator[str]:
 def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
     held = [tensor for stage in modules.model.stages for tensor in stage.tensors]
     if any(not tensor.is_buffer for tensor in held):
-        made = [t for t in held if not t.is_buffer or t.shard_dim is not None]
+        made = [t for t in held if not t.is_buffer or t.splits]
         dtype = any(t.type.dtype != DEFAULT_DTYPE for t in made)
         frozen = any(not t.type.requires_grad for t in made)
-        yield module_functions.parameter(tp=modules.mesh.tp > 1, dtype=dtype, frozen=frozen)
-        if modules.mesh.tp > 1:
-            yield module_functions.local(partial="tp" in modules.reduced_axes)
+        yield module_functions.parameter(axes=modules.parameter_axes, dtype=dtype, frozen=frozen)
+        if modules.parameter_axes:
+            yield module_functions.local(partial=not set(REDUCED_AXES).isdisjoint(modules.reduced_axes))
     blocks: list[str] = []
     for template in modules.blocks:
         stage = next(s for s in modules.model.stages if any(run.template == template for run in s.runs))
@@ -177,7 +178,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     mesh, options, model = modules.mesh, modules.options, modules.model
     yield module_functions.build_mesh(mesh)
     if modules.has_shards:
-        yield zero1_functions.shards(tp=mesh.tp > 1)
+        yield zero1_functions.shards(modules.parameter_axes)
         yield zero1_functions.OPTIMIZED
     yield module_functions.build_stage(
         stages=stage_names,
@@ -209,7 +210,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     if modules.has_shards:
         dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
         yield zero1_functions.groups(list(modules.blocks.values()), several_dtypes=len(dtypes) > 1)
-        yield zero1_functions.exchange(tp=mesh.tp > 1)
+        yield zero1_functions.exchange(modules.parameter_axes)
     if reduces:
         whole = [axis for axis in modules.reduced_axes if modules.is_all_partial(axis)]
         yield step_functions.reduce_gradients(
@@ -217,7 +218,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
             [axis for axis in modules.reduced_axes if axis not in whole],
             tied=modules.has_ties,
             shards=modules.has_shards,
-            distributed=mesh.tp > 1 or modules.has_fsdp,
+            distributed=bool(modules.parameter_axes) or modules.has_fsdp,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
             is_empty_somewhere=any(
                 all(axis not in tensor.partial for tensor in stage.tensors)
@@ -241,9 +242,13 @@ def _copies(modules: Modules) -> str:
     parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp and not modules.has_shards else []
     if modules.has_shards and any(not _is_cut(tensor) for tensor in held):
         parts = ["(DP if p.placements[0].is_replicate() else 1)"]
-    if modules.mesh.tp > 1 and any(tensor.shard_dim is None for tensor in held):
-        is_whole = all(tensor.shard_dim is None for tensor in held)
-        parts.append("TP" if is_whole else "(TP if p.placements[-1].is_replicate() else 1)")
+    axes = modules.parameter_axes
+    for axis in REDUCED_AXES:
+        whole = [tensor.shard_dim(axis) is None for tensor in held]
+        if modules.mesh.sizes[axis] > 1 and any(whole):
+            size = axis.upper()
+            position = axes.index(axis) - len(axes) if axis in axes else 0
+            parts.append(size if all(whole) else f"({size} if p.placements[{position}].is_replicate() else 1)")
     if modules.has_ties:
         parts.append("len(TIED.get(name, (0,)))")
     return " * ".join(parts)
@@ -251,7 +256,8 @@ def _copies(modules: Modules) -> str:
 
 def _is_cut(tensor: HeldTensor) -> bool:
     """Whether ZeRO-1 has a dim to split a parameter along."""
-    return any(dim != tensor.shard_dim for dim in range(len(tensor.shape)))
+    taken = {tensor.shard_dim(axis) for axis, _ in tensor.splits}
+    return any(dim not in taken for dim in range(len(tensor.shape)))
 
 
 def _pipeline(modules: Modules) -> str:

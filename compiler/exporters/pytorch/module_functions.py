@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ....planner.sharding.mesh import Mesh
-from ...text import layout, literal
+from ...text import layout, literal, quote
 
 
 def local(*, partial: bool) -> str:
@@ -40,13 +40,14 @@ def weights(*, by_name: bool, has_self: bool) -> str:
     return text.replace("__init__(self, **members", "__init__(self, /, **members") if has_self else text
 
 
-def parameter(*, tp: bool, dtype: bool, frozen: bool) -> str:
-    """`dtype`, `frozen`: whether some parameter has another dtype than the default, or is not trained."""
+def parameter(*, axes: Sequence[str], dtype: bool, frozen: bool) -> str:
+    """`axes`: those on which parameters are DTensors; `dtype`, `frozen`: whether some parameter has another dtype than
+    the default, or is not trained."""
     arguments = ["*shape: int"]
     arguments += ["dtype: torch.dtype | None = None"] if dtype else []
     arguments += ["requires_grad: bool = True"] if frozen else []
     given, trained = ", dtype=dtype" if dtype else "", ", requires_grad" if frozen else ""
-    if not tp:
+    if not axes:
         return "\n".join(
             (
                 f"def parameter({', '.join(arguments)}) -> nn.Parameter:",
@@ -54,15 +55,27 @@ def parameter(*, tp: bool, dtype: bool, frozen: bool) -> str:
                 f"    return nn.Parameter(torch.empty(shape{given}){trained})",
             )
         )
-    signature = f"def parameter({', '.join(('mesh: DeviceMesh', 'placement: Shard | Replicate', *arguments))})"
+    if len(axes) == 1:
+        (axis,) = axes
+        placement, where, placements = "placement: Shard | Replicate", f"the {axis} axis", "[placement]"
+        sizes = ["    if isinstance(placement, Shard):", f"        sizes[placement.dim] //= {axis.upper()}"]
+    else:
+        placement, where = "placements: tuple[Shard | Replicate, ...]", f"the axes {' and '.join(axes)}"
+        placements = "placements"
+        sizes = [
+            f"    for placement, size in zip(placements, ({', '.join(map(str.upper, axes))}), strict=True):",
+            "        if isinstance(placement, Shard):",
+            "            sizes[placement.dim] //= size",
+        ]
+    signature = f"def parameter({', '.join(('mesh: DeviceMesh', placement, *arguments))})"
+    on = f"mesh[{', '.join(map(quote, axes))}]"
     return "\n".join(
         (
             *layout(f"{signature} -> nn.Parameter:", ""),
-            '    """A parameter of this global shape, placed on the tp axis and not yet filled."""',
+            f'    """A parameter of this global shape, placed on {where} and not yet filled."""',
             "    sizes = list(shape)",
-            "    if isinstance(placement, Shard):",
-            "        sizes[placement.dim] //= TP",
-            f'    part = DTensor.from_local(torch.empty(sizes{given}), mesh["tp"], [placement], run_check=False)',
+            *sizes,
+            f"    part = DTensor.from_local(torch.empty(sizes{given}), {on}, {placements}, run_check=False)",
             f"    return nn.Parameter(part{trained})",
         )
     )

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.errors import AutoparError
+from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef
 from ...held import PRELUDE, HeldTensor
@@ -77,7 +78,12 @@ class Modules:
     @property
     def has_dtensors(self) -> bool:
         """Whether the parameters that the optimizer updates are DTensors."""
-        return self.mesh.tp > 1 or self.has_fsdp or self.has_shards
+        return bool(self.parameter_axes) or self.has_fsdp or self.has_shards
+
+    @property
+    def parameter_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that may split parameters, which are then DTensors on them."""
+        return tuple(axis for axis in PARAMETER_AXES if self.mesh.sizes[axis] > 1)
 
     @cached_property
     def blocks(self) -> dict[int, str]:
@@ -216,8 +222,9 @@ class Modules:
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """Axes whose partial gradients `reduce_gradients` adds up in a bucket: tp, and dp under ZeRO-0."""
-        sizes = {"dp": 1 if self.has_fsdp or self.has_shards else self.mesh.dp, "tp": self.mesh.tp}
+        """Axes whose partial gradients `reduce_gradients` adds up in a bucket: all, but dp only under ZeRO-0."""
+        is_sharded = self.has_fsdp or self.has_shards
+        sizes = {name: size for name, size in self.mesh.sizes.items() if name != "dp" or not is_sharded}
         held = [tensor for stage in self.model.stages for tensor in stage.tensors]
         return tuple(axis for axis, size in sizes.items() if size > 1 and any(axis in t.partial for t in held))
 

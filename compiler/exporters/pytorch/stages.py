@@ -81,7 +81,7 @@ def _tree(modules: Modules, stage: StageProgram, outside: Mapping[str, HeldTenso
     """The modules of a stage in the order of the user's FQNs as they are met."""
     tree = Tree()
     for fqn, tensor in outside.items():
-        tree.put(fqn.split("."), creation(tensor, tp=modules.mesh.tp > 1))
+        tree.put(fqn.split("."), creation(tensor, modules.parameter_axes))
     for index in range(stage.first, stage.last):
         unit = modules.graph.units[index]
         if unit.template not in modules.blocks:

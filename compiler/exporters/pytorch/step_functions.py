@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -117,8 +118,11 @@ def train_step(
     if "world" in loss_axes:
         lines.append("    dist.all_reduce(loss)  # every rank has its part of it")
     else:
-        notes = {"dp": "each has the part of its samples", "tp": "each has a part", "pp": "from the last stage to all"}
-        lines += [f'    dist.all_reduce(loss, group=mesh["{a}"].get_group())  # {notes[a]}' for a in loss_axes]
+        notes = {"dp": "each has the part of its samples", "pp": "from the last stage to all"}
+        lines += [
+            f'    dist.all_reduce(loss, group=mesh["{a}"].get_group())  # {notes.get(a, "each has a part")}'
+            for a in loss_axes
+        ]
     return "\n".join([*lines, "    return loss"])
 
 
@@ -255,8 +259,9 @@ def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int) 
         f"    for {'name, p' if 'name' in copies else 'p'} in {every}",
         "        if p.grad is not None:",
     ]
+    divisor = f"({copies})" if "*" in copies else copies
     square = f"torch.linalg.vector_norm({gradient}, dtype=total.dtype) ** 2"
-    is_constant = copies in ("DP", "TP")
+    is_constant = bool(re.fullmatch(r"[A-Z]+( \* [A-Z]+)*", copies))
     if copies and not is_constant:
         lines += [
             "            # Ranks that hold the same part count a share of it each.",
@@ -267,7 +272,7 @@ def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int) 
         lines.append(f"            total += {square}")
     lines += ["    dist.all_reduce(total)"] if world > 1 else []
     lines += [
-        f"    norm = (total / {copies}).sqrt()  # each part was counted by all its holders"
+        f"    norm = (total / {divisor}).sqrt()  # each part was counted by all its holders"
         if is_constant
         else "    norm = total.sqrt()",
         "    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)",

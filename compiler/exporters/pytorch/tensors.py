@@ -6,6 +6,7 @@ import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.placement import SUMMED_GRADIENT, Layout
 from ...held import HeldTensor
 from ...source import Expr
@@ -97,24 +98,30 @@ def is_tensor(text: str) -> bool:
     return text.startswith(("parameter(", "nn.Buffer("))
 
 
-def creation(tensor: HeldTensor, *, tp: bool) -> str:
-    """The source that makes the tensor, not yet filled."""
+def creation(tensor: HeldTensor, axes: Sequence[str]) -> str:
+    """The source that makes the tensor, not yet filled. `axes`: those of the mesh that may split parameters."""
     dtype = "" if tensor.type.dtype == DEFAULT_DTYPE else f"dtype=torch.{tensor.type.dtype}"
     sizes = ", ".join(map(str, tensor.shape))
     if tensor.is_buffer:
         more = "" if tensor.persistent else ", persistent=False"
-        if tp and tensor.shard_dim is not None:
+        if tensor.splits:
             split = [sizes, *([dtype] if dtype else []), "requires_grad=False"]
-            return f"nn.Buffer(parameter(mesh, Shard({tensor.shard_dim}), {', '.join(split)}).detach(){more})"
+            return f"nn.Buffer(parameter(mesh, {_placement(tensor, axes)}, {', '.join(split)}).detach(){more})"
         arguments = [literal(tensor.shape), *([dtype] if dtype else [])]
         return f"nn.Buffer(torch.empty({', '.join(arguments)}){more})"
     parts = [sizes] if sizes else []
-    if tp:
-        placement = "Replicate()" if tensor.shard_dim is None else f"Shard({tensor.shard_dim})"
-        parts = ["mesh", placement, *parts]
+    if axes:
+        parts = ["mesh", _placement(tensor, axes), *parts]
     parts += [dtype] if dtype else []
     parts += [] if tensor.type.requires_grad else ["requires_grad=False"]
     return f"parameter({', '.join(parts)})"
+
+
+def _placement(tensor: HeldTensor, axes: Sequence[str]) -> str:
+    """Its placement on one axis, or the tuple of those on several."""
+    dims = [tensor.shard_dim(axis) for axis in axes]
+    placements = ["Replicate()" if dim is None else f"Shard({dim})" for dim in dims]
+    return placements[0] if len(placements) == 1 else f"({', '.join(placements)})"
 
 
 def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str, str]) -> Expr:
@@ -124,9 +131,10 @@ def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str,
     rank.
     """
     text = access(path)
-    if "tp" in handles and (not tensor.is_buffer or tensor.shard_dim is not None):
+    has_dtensors = not handles.keys().isdisjoint(PARAMETER_AXES)
+    if has_dtensors and (not tensor.is_buffer or tensor.splits):
         text = f"local({text})"
-    if "tp" in handles and tensor.shares_gradient:
+    if has_dtensors and tensor.shares_gradient:
         text = f"own_gradient({text})"
     if tensor.fused_dim is not None:
         text = f"{text}.flatten({tensor.fused_dim}, {tensor.fused_dim + 1})"

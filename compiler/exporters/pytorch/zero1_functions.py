@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...text import layout
+from ...text import layout, quote
 
 _SHARDS = '''\
 class Shards(nn.Module):
@@ -36,11 +36,11 @@ CHOOSE
         part, place = part.narrow(dim, start, min(rows, part.shape[dim] - start)), Shard(dim)
 SPLIT
     return nn.Parameter(split, requires_grad=p.requires_grad)'''
-_WITH_TP = """\
+_WITH_OTHERS = """\
     taken = [place.dim for place in p.placements if isinstance(place, Shard)]
     dim = next((dim for dim in range(p.ndim) if dim not in taken), None)
     part, place = local(p).detach(), Replicate()"""
-_WITHOUT_TP = """\
+_ALONE = """\
     dim = 0 if p.ndim else None
     part, place = p.detach(), Replicate()"""
 
@@ -120,11 +120,13 @@ def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
             p.grad = None'''
 
 
-def shards(*, tp: bool) -> str:
-    """The class of the parts, and how a parameter is cut. `tp`: whether parameters are DTensors on tp already."""
-    text = _SHARDS.replace("DIM", "the first dim that tp leaves whole" if tp else "the first dim")
-    text = text.replace("CHOOSE", _WITH_TP if tp else _WITHOUT_TP)
-    placed = 'mesh["dp", "tp"], (place, *p.placements)' if tp else 'mesh["dp"], (place,)'
+def shards(axes: Sequence[str]) -> str:
+    """The class of the parts, and how a parameter is cut. `axes`: those on which parameters are DTensors already."""
+    whole = f"the first dim that {' and '.join(axes)} {'leaves' if len(axes) == 1 else 'leave'} whole"
+    text = _SHARDS.replace("DIM", whole if axes else "the first dim")
+    text = text.replace("CHOOSE", _WITH_OTHERS if axes else _ALONE)
+    names = ", ".join(map(quote, ("dp", *axes)))
+    placed = f"mesh[{names}], {'(place, *p.placements)' if axes else '(place,)'}"
     made = f"split = DTensor.from_local(part, {placed}, run_check=False, shape=p.shape, stride=p.stride())"
     return text.replace("SPLIT", "\n".join(layout(made, "    ")))
 
@@ -140,10 +142,10 @@ def groups(blocks: Sequence[str], *, several_dtypes: bool) -> str:
     return f"{text.replace('def groups', 'def mixed_groups')}\n\n\n{_BY_DTYPE}" if several_dtypes else text
 
 
-def exchange(*, tp: bool) -> str:
+def exchange(axes: Sequence[str]) -> str:
     """The two directions: parameters gathered before a step's forward, gradients scattered after its last backward."""
-    text = _EXCHANGE.replace("WHOLE", "local(p)" if tp else "p")
-    return text.replace("GRADIENT", "local_gradient(p)" if tp else "p.grad")
+    text = _EXCHANGE.replace("WHOLE", "local(p)" if axes else "p")
+    return text.replace("GRADIENT", "local_gradient(p)" if axes else "p.grad")
 
 
 __all__ = ["OPTIMIZED", "exchange", "groups", "shards"]

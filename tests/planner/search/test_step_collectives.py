@@ -202,7 +202,9 @@ def test_zero_1_exchanges_blocks_once_a_step_along_dims_that_tp_leaves_whole():
 
 
 def test_zero_1_leaves_whole_what_has_no_dim_to_split():
-    bias = HeldParameter(fqn="b", shape=(6,), dtype="float32", trainable=True, partial=frozenset(), group="", tp_dim=0)
+    bias = HeldParameter(
+        fqn="b", shape=(6,), dtype="float32", trainable=True, partial=frozenset(), group="", split_dims=frozenset({0})
+    )
     assert bias.dp_dim(1) is None
     assert padded_bytes(bias, 4, zero=1) == 4 * 6 * FLOAT  # every rank's part of the buffer is all of it
     assert shard_bytes(bias, 4, 3, zero=1) == 6 * FLOAT
@@ -238,16 +240,19 @@ def test_parameters_of_a_stage():
 
 
 @pytest.mark.parametrize(
-    ("pair", "size", "shape"),
+    ("layout", "sizes", "shape"),
     [
-        (REPLICATED, 4, (12, 5)),
-        (split(0), 4, (3, 5)),
-        (split(0, 3), 2, (3, 2, 5)),
-        (split(1), 5, (12, 1)),
+        ({"tp": REPLICATED}, {"tp": 4}, (12, 5)),
+        ({"tp": split(0)}, {"tp": 4}, (3, 5)),
+        ({"tp": split(0, 3)}, {"tp": 2}, (3, 2, 5)),
+        ({"tp": split(1)}, {"tp": 5}, (12, 1)),
+        ({"ep": split(0), "tp": split(1)}, {"ep": 4, "tp": 5}, (3, 1)),
+        ({"ep": split(0), "tp": split(0)}, {"ep": 2, "tp": 3}, (2, 5)),
+        ({"ep": split(1), "tp": split(0, 3)}, {"ep": 5, "tp": 2}, (3, 2, 1)),
     ],
 )
-def test_held_shape(pair, size, shape):
-    assert held_shape(tensor(12, 5), pair, size) == shape
+def test_held_shape(layout, sizes, shape):
+    assert held_shape(tensor(12, 5), layout, Mesh(**sizes)) == shape
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 8])

@@ -102,7 +102,7 @@ def test_nothing_fits_says_what_would():
 
 def test_pins_that_no_plan_can_have():
     for pins, message in (
-        (Pins(mesh={"cp": 2}), "cp"),
+        (Pins(mesh={"xp": 2}), "xp"),
         (Pins(mesh={"dp": 0}), "dp=0"),
         (Pins(mesh={}, zero=4), "ZeRO stage 4"),
         (Pins(mesh={}, activation_checkpoint="selective"), "selective"),
