@@ -27,17 +27,22 @@ EXIT_FAILED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and the largest pp it is asked to run on."""
+    """A model, the largest pp it is asked to run on, and meshes beside those of dp, tp and pp."""
 
     model: str
     batch_size: int
     pp_limit: int = max(SIZES)
     one_microbatch: bool = False
+    more_meshes: tuple[str, ...] = ()
 
 
 CASES = (
     Case(model="gpt", batch_size=16),
-    Case(model="llama", batch_size=16),
+    Case(
+        model="llama",
+        batch_size=16,
+        more_meshes=("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2", "pp=2,cp=2", "pp=2,dp=2,cp=2", "dp=2,cp=2,tp=2"),
+    ),
     Case(model="mlp", batch_size=64),
     Case(model="resnet", batch_size=8, pp_limit=4, one_microbatch=True),
     Case(model="matrix_factorization", batch_size=64, pp_limit=1),
@@ -59,13 +64,25 @@ class Row:
     detail: str = ""
 
 
-def meshes(pp_limit: int) -> Iterator[dict[str, int]]:
-    """Every (dp, tp, pp) whose product is 2, 4 or 8."""
+def meshes(case: Case) -> Iterator[dict[str, int]]:
+    """Every (dp, tp, pp) whose product is 2, 4 or 8, and the case's own."""
     for world in SIZES:
         for pp in (1, *SIZES):
             for tp in (1, *SIZES):
-                if pp <= pp_limit and world % (pp * tp) == 0:
+                if pp <= case.pp_limit and world % (pp * tp) == 0:
                     yield {"pp": pp, "dp": world // (pp * tp), "tp": tp}
+    for mesh in case.more_meshes:
+        yield _read(mesh)
+
+
+def _read(mesh: str) -> dict[str, int]:
+    """ "dp=2,cp=2" as sizes, those of axes that are not named 1."""
+    sizes = dict.fromkeys(("pp", "dp", "tp"), 1)
+    return sizes | {axis: int(size) for axis, _, size in (item.partition("=") for item in mesh.split(","))}
+
+
+def _named(mesh: dict[str, int]) -> str:
+    return ",".join(f"{axis}={mesh[axis]}" for axis in ("dp", "ep", "cp", "tp", "pp") if axis in mesh)
 
 
 def run_case(case: Case, mesh: dict[str, int], pins: dict[str, object], timeout_seconds: float) -> Row:
@@ -77,7 +94,7 @@ def run_case(case: Case, mesh: dict[str, int], pins: dict[str, object], timeout_
     from autopar.planner.errors import CheckFailed
 
     begin = time.monotonic()
-    name = ",".join(f"{axis}={mesh[axis]}" for axis in ("dp", "tp", "pp"))
+    name = _named(mesh)
 
     def row(status: str, *, plan: str = "", error: float | None = None, collectives: int = 0, detail: str = "") -> Row:
         return Row(
@@ -120,7 +137,7 @@ def _run_guarded(task: tuple[Case, dict[str, int], dict[str, object], float]) ->
     try:
         return run_case(case, mesh, pins, timeout_seconds)
     except Exception as error:  # a crash is a row of the table, not its end
-        name = ",".join(f"{axis}={mesh[axis]}" for axis in ("dp", "tp", "pp"))
+        name = _named(mesh)
         return Row(
             model=case.model, mesh=name, plan="", status="FAILED", worst_relative_error=None, collectives=0,
             seconds=time.monotonic() - begin, detail=f"{type(error).__name__}: {str(error).splitlines()[0:1]}",
@@ -130,7 +147,7 @@ def _run_guarded(task: tuple[Case, dict[str, int], dict[str, object], float]) ->
 def table_line(row: Row) -> str:
     error = "-" if row.worst_relative_error is None else f"{row.worst_relative_error:.1e}"
     line = (
-        f"{row.model:<22}{row.mesh:<16}{row.plan:<30}{row.status:<10}{error:>9}{row.collectives:>7}{row.seconds:>8.1f}"
+        f"{row.model:<22}{row.mesh:<21}{row.plan:<30}{row.status:<10}{error:>9}{row.collectives:>7}{row.seconds:>8.1f}"
     )
     return f"{line}  {row.detail}".rstrip()
 
@@ -157,11 +174,13 @@ def main() -> int:
         pins[key] = int(value) if value.isdigit() else value
     tasks = []
     for case in CASES:
-        for mesh in meshes(case.pp_limit) if case.model in names else ():
-            if not arguments.mesh or arguments.mesh == ",".join(f"{a}={mesh[a]}" for a in ("dp", "tp", "pp")):
+        if case.model not in names:
+            continue
+        for mesh in meshes(case):
+            if not arguments.mesh or _read(arguments.mesh) == mesh:
                 tasks.append((case, mesh, pins, arguments.timeout_seconds))
     tasks = tasks[:: arguments.every]
-    header = f"{'model':<22}{'mesh':<16}{'plan':<30}{'result':<10}{'error':>9}{'coll.':>7}{'seconds':>8}"
+    header = f"{'model':<22}{'mesh':<21}{'plan':<30}{'result':<10}{'error':>9}{'coll.':>7}{'seconds':>8}"
     if not arguments.json:
         print(header, flush=True)
     rows: list[Row] = []

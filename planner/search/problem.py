@@ -18,7 +18,8 @@ On tp a matrix (a parameter of two dims) is split wherever it can be: split toke
 parallelism, cp. On ep parameters made of experts (`experts.py`) are split wherever they can be: whole ones beside split
 samples are data parallelism, dp. On cp an operation that splits a parameter splits all that it reads and makes (a
 table of positions added to tokens). On ep and cp an operation that reads a matrix of parameters splits something if it
-can: these axes are there to share work, and short steps would rather have none. No parameter is gathered but over dp: FSDP does that, ahead of time.
+can: these axes are there to share work, of which short steps would rather have none shared. No parameter is gathered
+but over dp: FSDP does that, ahead of time.
 """
 
 from __future__ import annotations
