@@ -47,6 +47,7 @@ def test_the_sequence_is_split_and_keys_are_gathered(tmp_path: Path) -> None:
         ({"cp": 4}, {}),
         ({"dp": 2, "cp": 2}, {"zero": 3}),
         ({"dp": 2, "cp": 2}, {"zero": 0, "microbatch_size": 1}),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"zero": 1}),
         ({"cp": 2, "tp": 2}, {"activation_checkpoint": "full"}),
         ({"pp": 2, "cp": 2}, {"schedule": "1f1b", "microbatch_size": 1}),
         ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2, "microbatch_size": 1}),
