@@ -48,6 +48,7 @@ class Optimizer(Enum):
 
 class Checkpoint(Enum):
     NONE = "none"
+    SELECTIVE = "selective"
     FULL = "full"
 
 
@@ -84,7 +85,8 @@ def plan(
     schedule: Annotated[str | None, typer.Option(metavar="none|gpipe|1f1b", help="Fix the pipeline schedule.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
     activation_checkpoint: Annotated[
-        Checkpoint | None, typer.Option(help="Fix what backward computes again: nothing or every block.")
+        Checkpoint | None,
+        typer.Option(help="Fix what backward computes again: nothing, all but products, or all blocks."),
     ] = None,
     may_split_batch: Annotated[
         bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .randomness import seeded
 
@@ -25,7 +25,9 @@ def causal_attention_rows(
     causal mask with the lower right corner.
     """
     end = query.size(-2) * (axis.get_local_rank() + 1)
-    mask = causal_lower_right(query.size(-2), end)
+    # As causal_lower_right makes it, whose constructor does not run under selective checkpointing (torch 2.13).
+    mask = torch.empty(0).as_subclass(CausalBias)
+    mask.__init__(CausalVariant.LOWER_RIGHT, query.size(-2), end)
     with seeded(seed, query.device):
         return F.scaled_dot_product_attention(
             query, key[..., :end, :], value[..., :end, :], mask, dropout_p, scale=scale, enable_gqa=enable_gqa

@@ -24,7 +24,7 @@ from .prices import local_work
 from .problem import Space
 
 ZERO_STAGES = (0, 1, 2, 3)
-CHECKPOINTS = ("none", "full")
+CHECKPOINTS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ is recorded on gloo ranks. What was measured there, and is relied on:
 - The root, what lies outside the blocks, is not resharded after a forward where there are blocks: gathered once a step.
 - A recomputation under FSDP gathers nothing more: the hook before the backward has already gathered.
 - Non-reentrant checkpointing stops the recomputation once the last saved tensor is there: collectives behind it are not
-  repeated.
+  repeated. Selective checkpointing keeps the results of kernels, not of collectives: it repeats the same ones.
 - Pipeline stages send each output as its own message; its gradient comes back as one, if it has one. Metadata goes only
   in the first step.
 """
@@ -218,7 +218,7 @@ def _passes(
                     yield use, use.phase, times
         for use in lowered.collectives():
             yield use, use.phase, times
-        if activation_checkpoint == "full" and lowered.template.is_module:
+        if activation_checkpoint != "none" and lowered.template.is_module:
             for use in recomputed(lowered):
                 yield use, "recompute", times
 

@@ -84,10 +84,10 @@ class StepModel:
         self.columns.lp.setObjective(pulp.LpAffineExpression(list(self.objective.items())))
 
     def _step(self, units: StepUnits) -> Linear:
-        recompute = self.policy.activation_checkpoint == "full"
+        recompute = self.policy.activation_checkpoint
         self.units: dict[int, UnitTerms] = {}
         for t, template in enumerate(self.space.graph.templates):
-            self.units[t] = units.template(t, recompute and template.is_module)
+            self.units[t] = units.template(t, recompute if template.is_module else "none")
         self.edges = units.edges()
         if self.policy.stages is None:
             return self._any_cut()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pulp
 
 from ..capture.graph import Kind, Node, Ref
+from ..sharding.rules import kept_kernels
 from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
 from .prices import saved_on_device
@@ -42,12 +43,12 @@ class StepUnits:
             (t, name) for (t, name, _), use in uses.operations.items() if use.is_view
         }  # fmt: skip
 
-    def template(self, t: int, recompute: bool) -> UnitTerms:
-        """One unit without its edges."""
+    def template(self, t: int, recompute: str) -> UnitTerms:
+        """One unit without its edges. `recompute`: "none", "selective" or "full"."""
         template = self.space.graph.templates[t]
         operations = [node for node in template.nodes if node.kind is Kind.OP]
         inner = [index for index, owner in enumerate(self._owners()) if owner == t]
-        again, fed = self._again(t) if recompute else ((), ())
+        again, fed = self._again(t) if recompute != "none" else ((), ())
 
         def every(vertex: int) -> bool:
             return True
@@ -55,14 +56,17 @@ class StepUnits:
         def repeated(vertex: int) -> bool:
             return any(key in fed for key in self.built.keys[vertex])
 
-        def pass_cost(way: int, nodes: Sequence[Node], readers: Callable[[int], bool]) -> tuple[Linear, Linear]:
+        def pass_cost(
+            way: int, nodes: Sequence[Node], readers: Callable[[int], bool], *, keeps_results: bool = False
+        ) -> tuple[Linear, Linear]:
             device: Linear = {}
             host: Linear = {}
             messages: Linear = {}
             for node in nodes:
                 n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
-                add(device, self.columns.chosen(n, lambda c, use=use: use(c).device[way] * SCALE))
-                add(host, self.columns.chosen(n, lambda c, use=use: use(c).host[way] * SCALE))
+                if not (keeps_results and kept_kernels(node.op)):
+                    add(device, self.columns.chosen(n, lambda c, use=use: use(c).device[way] * SCALE))
+                    add(host, self.columns.chosen(n, lambda c, use=use: use(c).host[way] * SCALE))
                 add(messages, self.columns.chosen(n, lambda c, use=use: use(c).messages[way] * SCALE))
             for index in inner:
                 add(device, self._moves(index, lambda use: use.copies[way] * SCALE, readers))
@@ -76,12 +80,15 @@ class StepUnits:
         kept = self._kept(t, operations)
         results = [self._results_bytes(t, node.name) for node in operations]
         temporary = results
-        if recompute:
+        if recompute != "none":
             nodes = [node for node in operations if (t, node.name) in again]
-            ahead, sent = pass_cost(0, nodes, repeated)
+            ahead, sent = pass_cost(0, nodes, repeated, keeps_results=recompute == "selective")
             backward = sum_of([(backward, 1.0), (ahead, 1.0), (sent, 1.0)])
-            temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
+            if recompute == "full":
+                temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
             kept = self._inputs_bytes(t)
+            if recompute == "selective":
+                add(kept, self._products_bytes(t, operations))
         column = self.columns.column("M")
         for part in temporary:
             self.columns.at_least(column, scaled(part, 1 / MIB))
@@ -212,6 +219,18 @@ class StepUnits:
         for amounts in by_root.values():
             parts.append((self.columns.largest("K", [scaled(amount, 1 / MIB) for amount in amounts]), MIB))
         return sum_of(parts)
+
+    def _products_bytes(self, t: int, operations: Sequence[Node]) -> Linear:
+        """The results that selective checkpointing keeps, without their statistics."""
+        found: Linear = {}
+        for node in operations:
+            if kept_kernels(node.op):
+                use = self._use(t, node.name)
+                add(
+                    found,
+                    self.columns.chosen(self.columns.vertex[t, node.name], lambda c, use=use: use(c).result_bytes),
+                )
+        return found
 
     def _inputs_bytes(self, t: int) -> Linear:
         template = self.space.graph.templates[t]

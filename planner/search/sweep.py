@@ -354,7 +354,7 @@ class _Sweep:
         last = len(self.space.graph.units)
         if mesh.pp == 1:
             return ((0, last),)
-        units = [evaluator.unit(index, recompute=checkpoint == "full") for index in range(1, last)]
+        units = [evaluator.unit(index, recompute=checkpoint) for index in range(1, last)]
         gpu = self.setting.cluster.gpu
         working = max(unit.working_bytes for unit in units)
         cutting = Cutting(

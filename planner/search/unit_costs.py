@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.work import Work
@@ -12,13 +13,15 @@ from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
+from ..sharding.rules import kept_kernels, saved_of
 from .kernels import kept_by_kernels, stack_work, stack_works
 from .prices import Prices, saved_on_device
 
-# What is run again before its backward: nothing, every block, every second block, most blocks, the attention kernel of
-# each block, or all but attention and every second matrix product of each block.
-RECOMPUTE = ("none", "full", "alternate", "most", "attention", "operations")
-_NONE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
+# What is run again before its backward: nothing, all of each block but products and attention, or every block. Then
+# what published software does: every second block, most blocks, the attention kernel of each block, or all but
+# attention and every second matrix product of each block.
+RECOMPUTE = ("none", "selective", "full", "alternate", "most", "attention", "operations")
+_NONE, _SELECTIVE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
 VARIES_BY_UNIT = (_ALTERNATE, _MOST)  # not the same for all units of a template
 _MOST_OF = 5  # "most": all blocks but every fifth
 
@@ -69,6 +72,11 @@ class _StepCost:
     backward: Seconds
     host_forward: float = 0.0
     host_backward: float = 0.0
+
+
+def _messages_only(step: _StepCost) -> _StepCost:
+    """Run again where its result is kept: the kernel is left out, collectives around it are not."""
+    return replace(step, forward=replace(step.forward, compute=0.0), host_forward=0.0)
 
 
 def _total(steps: Sequence[_StepCost], *, forward: bool) -> Seconds:
@@ -169,14 +177,22 @@ class UnitCosts:
         plain = self.template(index, recompute=False)
         lowered = self.program.templates[index]
         again = self._again(lowered, policy)
+        if policy == _SELECTIVE:
+            pairs = zip(steps, lowered.steps, strict=True)
+            steps = [_messages_only(cost) if keeps_result(step) else cost for cost, step in pairs]
         forward = _total([step for step, runs in zip(steps, again, strict=True) if runs], forward=True)
-        if policy == _FULL:
+        if policy in (_FULL, _SELECTIVE):
             kept = sum(
                 local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
                 for made in lowered.inputs
                 if lowered.template.type_of(made.ref).requires_grad
             )
             working = plain.working_bytes + plain.saved_bytes
+            if policy == _SELECTIVE:
+                results = [step for step in lowered.steps if keeps_result(step)]
+                kept += sum(_result_bytes(step) for step in results)
+                # What autograd keeps of these results is there already when the rest is computed again.
+                working = plain.working_bytes + self._kept(lowered, there=results)[0]
         else:
             kept, _ = self._kept(lowered, without=again)
             working = plain.working_bytes + plain.saved_bytes - kept
@@ -255,8 +271,13 @@ class UnitCosts:
     def _work(self, step: Compute) -> Work:
         return stack_work(step.node, step.operand_types, step.outputs, self.prices.stack)
 
-    def _kept(self, lowered: TemplateProgram, without: Sequence[bool] = ()) -> tuple[int, int]:
-        """Bytes that autograd keeps of one unit, every tensor once (views are their base), and the largest result."""
+    def _kept(
+        self, lowered: TemplateProgram, without: Sequence[bool] = (), there: Sequence[Compute] = ()
+    ) -> tuple[int, int]:
+        """Bytes that autograd keeps of one unit, every tensor once (views are their base), and the largest result.
+
+        `without`: steps that keep nothing; `there`: steps whose results and extra bytes are there already.
+        """
         template = lowered.template
         base: dict[Var, Var] = {}
         sizes: dict[Var, int] = {}
@@ -265,6 +286,8 @@ class UnitCosts:
         largest = 0
         held = {made for made in lowered.tensors}
         held.update(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)
+        held.update(made for step in there for made in step.results)
+        done = {id(step) for step in there}
         for index, step in enumerate(lowered.steps):
             if isinstance(step, Convert):
                 gathers = step.change.conversion.forward == "all_gather"
@@ -282,7 +305,8 @@ class UnitCosts:
             if without and without[index]:
                 continue
             saved = saved_on_device(step.node, step.operand_types, step.outputs)
-            extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
+            if id(step) not in done:
+                extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
             kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
             kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
             for made, size in kept:
@@ -290,6 +314,17 @@ class UnitCosts:
                 if root not in held:
                     sizes[root] = max(sizes.get(root, 0), min(size, parts.get(root, size)))
         return sum(sizes.values()) + extra, 2 * largest
+
+
+def keeps_result(step: Compute | Convert) -> TypeGuard[Compute]:
+    """Whether selective checkpointing keeps what a step makes: the result of a product, or of attention."""
+    return isinstance(step, Compute) and bool(kept_kernels(step.node.op))
+
+
+def _result_bytes(step: Compute) -> int:
+    """Bytes of the kernel's results: the operation's, and statistics such as the log-sum-exp of attention."""
+    statistics = saved_of(replace(step.node, outputs=step.outputs), step.operand_types).extra_bytes
+    return sum(value.num_bytes for value in step.outputs) + statistics
 
 
 def _on_axis(axis: str, seconds: float) -> Seconds:

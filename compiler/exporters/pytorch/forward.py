@@ -242,12 +242,14 @@ class _Forward:
         return self._edge(edge, key, scope, loop, start=inside)
 
     def _checkpointed(self, template: int, callee: str, arguments: Sequence[str]) -> str:
-        if self.modules.options.activation_checkpoint == "none":
+        policy = self.modules.options.activation_checkpoint
+        if policy == "none":
             return f"{callee}({', '.join(arguments)})"
         inside = ", ".join((callee, *arguments))
         if self.modules.updates_statistics(template):
             return f"recomputed({inside})"
-        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False)"
+        contexts = ", context_fn=keep_results" if policy == "selective" else ""
+        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False{contexts})"
 
     def _loop_header(self, run: Run) -> str:
         fqns = [self.modules.graph.units[unit].fqn for unit in run.units]

@@ -97,7 +97,7 @@ def _imports(used: set[str]) -> Iterator[str]:
         f"from {module} import {', '.join(found)}"
         for module, names in (
             ("collections.abc", ("Iterable", "Iterator")),
-            ("contextlib", ("contextmanager", "nullcontext")),
+            ("contextlib", ("AbstractContextManager", "contextmanager", "nullcontext")),
         )
         if (found := [name for name in names if name in used])
     ]
@@ -115,7 +115,10 @@ def _imports(used: set[str]) -> Iterator[str]:
         ("torch.distributed.fsdp", fsdp),
         ("torch.distributed.pipelining", [*(["PipelineStage"] if schedules else []), *schedules]),
         ("torch.distributed.tensor", tensor),
-        ("torch.utils.checkpoint", ["checkpoint"] if "checkpoint" in used else []),
+        (
+            "torch.utils.checkpoint",
+            [name for name in ("checkpoint", "create_selective_checkpoint_contexts") if name in used],
+        ),
     ):
         if names:
             yield f"from {module} import {', '.join(names)}"
@@ -145,6 +148,10 @@ def _constants(modules: Modules) -> Iterator[str]:
         seconds = [format_seconds(value) for value in options.stage_seconds]
         note = f"of {modules.layers.parent}" + (f"; predicted {', '.join(seconds)} per microbatch" if seconds else "")
         yield from layout(f"STAGE_LAYERS = ({ranges})", "", note)
+    if modules.keeps_results:
+        yield "# Results that checkpointed blocks keep: these kernels do many operations for each byte that they write."
+        kernels = ", ".join(f"torch.ops.{kernel}" for kernel in modules.kept_kernels)
+        yield from layout(f"KEPT = [{kernels}]", "")
     if modules.has_ties:
         inner = ", ".join(f"{quote(fqn)}: {literal(stages)}" for fqn, stages in modules.model.ties)
         yield "# Parameters that several stages hold, and which; their gradients are added up over these stages."
@@ -170,8 +177,10 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
         has_self = any(re.search(r"\bself=", text) for text in texts)
         yield module_functions.weights(by_name=by_name, has_self=has_self)
     yield from texts
+    if modules.keeps_results:
+        yield module_functions.KEEP_RESULTS
     if any("recomputed(" in text for text in stages.values()):
-        yield module_functions.RECOMPUTED
+        yield module_functions.recomputed(keeps_results=modules.keeps_results)
 
 
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:

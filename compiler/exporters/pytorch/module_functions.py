@@ -81,10 +81,10 @@ def parameter(*, axes: Sequence[str], dtype: bool, frozen: bool) -> str:
     )
 
 
-RECOMPUTED = '''\
+_RECOMPUTED = '''\
 def recomputed(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Checkpoint a block that updates running statistics: running it again in the backward leaves them alone."""
-    contexts = nullcontext(), spare_buffers(block)
+CONTEXTS
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
 
 
@@ -99,6 +99,28 @@ def spare_buffers(block: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in buffers:
             setattr(module, name, buffer)'''
+_NOTHING_KEPT = "    contexts = nullcontext(), spare_buffers(block)"
+_RESULTS_KEPT = """\
+    first, again = keep_results()
+    contexts = first, both(again, spare_buffers(block))"""
+_BOTH = """
+
+
+@contextmanager
+def both(one: AbstractContextManager, other: AbstractContextManager) -> Iterator[None]:
+    with one, other:
+        yield"""
+
+KEEP_RESULTS = '''\
+def keep_results() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Selective checkpointing of a block: the backward computes it again, but for the results of KEPT."""
+    return create_selective_checkpoint_contexts(KEPT)'''
+
+
+def recomputed(*, keeps_results: bool) -> str:
+    """`keeps_results`: selective checkpointing."""
+    text = _RECOMPUTED.replace("CONTEXTS", _RESULTS_KEPT if keeps_results else _NOTHING_KEPT)
+    return text + _BOTH if keeps_results else text
 
 
 def build_mesh(mesh: Mesh) -> str:
@@ -228,4 +250,6 @@ def state_dicts(*, distributed: bool, shards: bool, fused: bool) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["RECOMPUTED", "build_mesh", "build_stage", "local", "parameter", "state_dicts", "weights"]
+__all__ = [
+    "KEEP_RESULTS", "build_mesh", "build_stage", "local", "parameter", "recomputed", "state_dicts", "weights",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.errors import AutoparError
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
-from ....planner.sharding.rules import SeedRef
+from ....planner.sharding.rules import SeedRef, kept_kernels
 from ...held import PRELUDE, HeldTensor
 from ...lower import LoweredModel, Run, StageProgram
 from ...text import identifier
@@ -19,7 +19,7 @@ from .options import Options
 RESERVED = frozenset(
     (
         "self", "torch", "F", "nn", "dist", "mesh", "device", "microbatch", "values", "inputs", "at", "block",
-        "checkpoint", "local", "layers",
+        "checkpoint", "keep_results", "local", "layers",
     )
 )  # fmt: skip
 CLASSES = (
@@ -219,6 +219,17 @@ class Modules:
                 fix="plan with --activation-checkpoint none",
             )
         return bool(updated)
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether blocks are checkpointed selectively."""
+        return self.options.activation_checkpoint == "selective" and bool(self.blocks)
+
+    @property
+    def kept_kernels(self) -> tuple[str, ...]:
+        """The kernels whose results they keep, in order of first use."""
+        operations = [node.op for template in self.blocks for node in self.graph.templates[template].of_kind(Kind.OP)]
+        return tuple(dict.fromkeys(kernel for op in operations for kernel in kept_kernels(op)))
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from ....planner.plan import Plan
 from ....planner.schedules import get_schedule, schedule_names
 
 ZERO_STAGES = (0, 1, 2, 3)
-CHECKPOINTS = ("none", "full")
+CHECKPOINTS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

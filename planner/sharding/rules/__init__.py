@@ -16,6 +16,7 @@ from .registry import (
     Saved,
     SeedRef,
     interesting_groups,
+    kept_kernels,
     label_groups,
     options_of,
     plain_label,
@@ -31,5 +32,5 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
 
 __all__ = [
     "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups",
-    "label_groups", "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
+    "kept_kernels", "label_groups", "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
 ]  # fmt: skip

@@ -106,6 +106,15 @@ def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     return Work(forward=forward, backward=backward, dtype=query.dtype)
 
 
+_KERNELS = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+)
+
+
 def _saved(node: Node) -> Saved:
     """Query, key, value, mask, the output and a float32 log-sum-exp for each query."""
     rows = node.output.numel // node.output.shape[-1]
@@ -119,5 +128,6 @@ register(
         work=_work,
         saved=_saved,
         localise=_localise,
+        kernels=_KERNELS,
     )
 )

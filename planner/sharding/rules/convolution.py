@@ -93,5 +93,6 @@ register(
         saved=_saved,
         collectives=_collectives,
         localise=_localise,
+        kernels=("aten.convolution.default",),
     )
 )

@@ -9,6 +9,8 @@ from ...capture.graph import Node, TensorType
 from .factors import contraction_work, factor_options
 from .registry import LocalTypes, OpRule, Option, Saved, pointwise_work, register
 
+# linear, matmul and einsum end in one of these.
+_KERNELS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.mv.default")
 Lettering = Callable[[Node, LocalTypes, TensorType], tuple[list[list[str]], list[str]]]
 
 
@@ -42,7 +44,7 @@ def _fixed(line: str) -> Lettering:
     return lettering
 
 
-def _register(ops: tuple[str, ...], lettering: Lettering) -> None:
+def _register(ops: tuple[str, ...], lettering: Lettering, kernels: tuple[str, ...] = ()) -> None:
     def options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
         names, out = lettering(node, operands, node.output)
         return factor_options(names, [out], operands, node.outputs)
@@ -51,7 +53,7 @@ def _register(ops: tuple[str, ...], lettering: Lettering) -> None:
         names, out = lettering(node, operands, outputs[0])
         return contraction_work(names, out, operands, outputs[0])
 
-    register(OpRule(ops=ops, options=options, work=work, saved=_saved))
+    register(OpRule(ops=ops, options=options, work=work, saved=_saved, kernels=kernels))
 
 
 def _saved(node: Node) -> Saved:
@@ -95,11 +97,11 @@ def _einsum_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     return contraction_work(found[0], found[1], operands, outputs[0])
 
 
-_register(("aten.linear.default",), _linear)
-_register(("aten.matmul.default",), _matmul)
-_register(("aten.mm.default",), _fixed("m k, k n -> m n"))
-_register(("aten.bmm.default",), _fixed("d0 m k, d0 k n -> d0 m n"))
+_register(("aten.linear.default",), _linear, _KERNELS)
+_register(("aten.matmul.default",), _matmul, _KERNELS)
+_register(("aten.mm.default",), _fixed("m k, k n -> m n"), _KERNELS)
+_register(("aten.bmm.default",), _fixed("d0 m k, d0 k n -> d0 m n"), _KERNELS)
 _register(("aten.mv.default",), _fixed("m k, k -> m"))
 _register(("aten.dot.default", "aten.vdot.default"), _fixed("k, k ->"))
 _register(("aten.outer.default", "aten.ger.default"), _fixed("m, n -> m n"))
-register(OpRule(ops=("aten.einsum.default",), options=_einsum_options, work=_einsum_work))
+register(OpRule(ops=("aten.einsum.default",), options=_einsum_options, work=_einsum_work, kernels=_KERNELS))

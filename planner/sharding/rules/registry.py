@@ -167,6 +167,8 @@ class OpRule:
     localise: the local call for the chosen labels; `outputs` are the local types, `sizes` the axis sizes.
     is_random: draws random numbers in training; localise then passes a SeedRef.
     mixes_samples: needs the whole batch at once (batch norm statistics): forces one microbatch.
+    kernels: what PyTorch runs below autograd for work whose flops are many for each byte of its result (products,
+    attention): selective activation checkpointing keeps the results of these and computes all else again.
     """
 
     ops: tuple[str, ...]
@@ -177,6 +179,7 @@ class OpRule:
     localise: Callable[[Node, Labels, LocalTypes, Mapping[str, int]], Call] = same_call
     is_random: bool = False
     mixes_samples: bool = False
+    kernels: tuple[str, ...] = ()
 
 
 _RULES: dict[str, OpRule] = {}
@@ -209,6 +212,12 @@ def rule_of(op: str) -> OpRule | None:
         if (rule := find(op)) is not None:
             return rule
     return None
+
+
+def kept_kernels(op: str) -> tuple[str, ...]:
+    """The kernels whose results selective activation checkpointing keeps of an operation; none where it runs again."""
+    rule = rule_of(op)
+    return () if rule is None else rule.kernels
 
 
 def saved_on_rank(node: Node, outputs: LocalTypes) -> Saved:

@@ -17,7 +17,7 @@ PLAN = Path(__file__).parents[1] / "golden" / "gpt_pp4_dropout" / "plan.json"
     ("changes", "message"),
     [
         ({"zero": 4}, "zero=4"),
-        ({"activation_checkpoint": "selective"}, "activation_checkpoint=selective"),
+        ({"activation_checkpoint": "most"}, "activation_checkpoint=most"),
         ({"schedule": "interleaved"}, "schedule=interleaved"),
     ],
 )

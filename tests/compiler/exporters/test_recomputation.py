@@ -59,7 +59,7 @@ def test_recomputation_repeats_the_forward(name: str, tmp_path: Path) -> None:
         shares[value.name] = (draw if is_index else draw.float() / 10).numpy()
     world_size = prod(plan.mesh.values())
     results = {}
-    for policy in ("none", "full"):
+    for policy in ("none", "selective", "full"):
         package = tmp_path / policy
         package.mkdir()
         options = options_of(replace(plan, activation_checkpoint=policy))
@@ -69,8 +69,10 @@ def test_recomputation_repeats_the_forward(name: str, tmp_path: Path) -> None:
         jobs = [(str(package), str(package / "store"), rank, world_size, shares) for rank in range(world_size)]
         results[policy], failure = run_ranks(step_of_rank, jobs, timeout_seconds=300)
         assert failure is None, failure.traceback
-    assert "checkpoint(" in files["sharded_model.py"]
-    for plain, again in zip(results["none"], results["full"], strict=True):
+        assert ("keep_results" in files["sharded_model.py"]) == (policy == "selective")
+        assert ("checkpoint(" in files["sharded_model.py"]) == (policy != "none")
+    pairs = [pair for policy in ("selective", "full") for pair in zip(results["none"], results[policy], strict=True)]
+    for plain, again in pairs:
         assert plain.keys() == again.keys()
         assert len(plain) > 1
         for key, value in plain.items():

@@ -69,7 +69,7 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
                 if schedule == "1f1b" and mesh.microbatches < mesh.pp:
                     continue
                 for zero in (0, 1, 2, 3) if mesh.dp > 1 else (0,):
-                    for checkpoint in ("none", "full"):
+                    for checkpoint in ("none", "selective", "full"):
                         try:
                             cost = evaluator.evaluate(
                                 stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint

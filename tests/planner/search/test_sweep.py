@@ -105,7 +105,7 @@ def test_pins_that_no_plan_can_have():
         (Pins(mesh={"xp": 2}), "xp"),
         (Pins(mesh={"dp": 0}), "dp=0"),
         (Pins(mesh={}, zero=4), "ZeRO stage 4"),
-        (Pins(mesh={}, activation_checkpoint="selective"), "selective"),
+        (Pins(mesh={}, activation_checkpoint="most"), "most"),
         (Pins(mesh={}, schedule="dual"), "dual"),
     ):
         with pytest.raises(AutoparError) as error:
