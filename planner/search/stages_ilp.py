@@ -17,12 +17,18 @@ at stage s.
 With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step
 (messages). Prefix sums make all rows linear: no product of variables. `cut_by_search` solves the same problem by
 dynamic programming over (stage, units).
+
+Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages can
+stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run that
+fits fits too, so no other cut leaves less to the stages before.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
@@ -32,6 +38,7 @@ from .assignment import NoAssignment
 from .placements_ilp import run_solver
 
 _SCALE = 1e6  # microseconds
+_ROUNDING = 1e-12  # of sums of seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,83 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
             return inf
         slowest = max(slowest, sum(cutting.seconds[first:last]))
     return cutting.weight * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
+
+
+def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:
+    """The best ends of all stages but the last, in units.
+
+    Raises:
+        NoAssignment: too few units, or nothing fits.
+    """
+    if len(set(cutting.cut_seconds[:-1])) <= 1:
+        return cut_evenly(cutting)
+    return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
+
+
+def cut_evenly(cutting: Cutting) -> tuple[int, ...]:
+    """The ends that keep the slowest stage shortest; of those that do, the ones with the fullest last stages.
+
+    Raises:
+        NoAssignment: too few units, or nothing fits.
+    """
+    filling = _Filling(cutting)
+    ends, _ = filling.below(inf)
+    if ends is None:
+        raise NoAssignment
+    slowest = filling.slowest(ends)
+    low = max(sum(cutting.seconds) / cutting.num_stages, *cutting.seconds)  # no cut is below
+    limit = low
+    while limit < slowest * (1 - _ROUNDING):
+        found, following = filling.below(limit)
+        if found is None:
+            low = following
+        else:
+            ends, slowest = found, filling.slowest(found)
+        limit = (low + slowest) / 2 if low < slowest else slowest
+    return ends
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Stages filled from the last one on; sums count from the end of the model."""
+
+    cutting: Cutting
+
+    @cached_property
+    def _time(self) -> list[float]:
+        return [0.0, *accumulate(reversed(self.cutting.seconds))]
+
+    @cached_property
+    def _used(self) -> dict[float, list[float]]:
+        """Bytes of the last k units, by microbatches in flight."""
+        units = tuple(zip(reversed(self.cutting.held_bytes), reversed(self.cutting.kept_bytes), strict=True))
+        flights = set(self.cutting.in_flight)
+        return {flight: [0.0, *accumulate(held + flight * kept for held, kept in units)] for flight in flights}
+
+    def below(self, limit: float) -> tuple[tuple[int, ...] | None, float]:
+        """Ends of stages that take at most `limit` seconds and fit, and the next limit that gives other ends."""
+        cutting, time = self.cutting, self._time
+        units, stages = len(cutting.seconds), cutting.num_stages
+        taken, following = 0, inf
+        found: list[int] = []
+        for stage in reversed(range(stages)):
+            used = self._used[cutting.in_flight[stage]]
+            most = bisect_right(used, used[taken] + cutting.room_bytes) - 1
+            most = min(most, units - stage)
+            last = min(most, bisect_right(time, time[taken] + limit * (1 + _ROUNDING)) - 1)
+            if last < most:
+                following = min(following, time[last + 1] - time[taken])
+            if last <= taken:
+                return None, following
+            taken = last
+            found.append(units - taken)
+        return (tuple(reversed(found[:-1])) if taken == units else None), following
+
+    def slowest(self, ends: Sequence[int]) -> float:
+        """Seconds of the slowest stage."""
+        time, units = self._time, len(self.cutting.seconds)
+        bounds = [units, *(units - end for end in ends), 0]
+        return max(time[a] - time[b] for a, b in zip(bounds, bounds[1:], strict=False))
 
 
 def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from .placements_ilp import solve
 from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
 from .refine import Refiner
-from .stages_ilp import Cutting, cut_by_ilp
+from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
 from .step_uses import Uses, splits
 
@@ -367,10 +367,10 @@ class _Sweep:
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
         )
         try:
-            ends = cut_by_ilp(cutting, time_limit_seconds=20.0)
+            ends = best_cut(cutting, time_limit_seconds=20.0)
         except NoAssignment:
             # Nothing fits: the most even cut shows by how much.
-            ends = cut_by_ilp(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
+            ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
 

@@ -1,12 +1,13 @@
 """The stage ILP against its own search and against plain enumeration."""
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from math import inf
 
 import pytest
 from autopar.planner.search.assignment import NoAssignment
-from autopar.planner.search.stages_ilp import Cutting, cut_by_ilp, cut_by_search, objective
+from autopar.planner.search.stages_ilp import Cutting, cut_by_ilp, cut_by_search, cut_evenly, objective
 
 
 def random_cutting(seed: int) -> Cutting:
@@ -41,6 +42,27 @@ def test_ilp_and_search_equal_enumeration(seed):
         return
     assert objective(cutting, cut_by_ilp(cutting)) == pytest.approx(want, abs=1e-9)
     assert objective(cutting, cut_by_search(cutting)) == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_cuts_of_one_price_equal_enumeration(seed):
+    cutting = random_cutting(seed)
+    cutting = replace(cutting, cut_seconds=(2e-4,) * len(cutting.seconds))
+    every = combinations(range(1, len(cutting.seconds)), cutting.num_stages - 1)
+    want = min((objective(cutting, ends) for ends in every), default=inf)
+    if want == inf:
+        with pytest.raises(NoAssignment):
+            cut_evenly(cutting)
+        return
+    assert objective(cutting, cut_evenly(cutting)) == pytest.approx(want, rel=1e-9)
+
+
+def test_a_cut_of_equal_units_fills_the_last_stages():
+    cutting = Cutting(
+        seconds=(1.0,) * 10, held_bytes=(1.0,) * 10, kept_bytes=(1.0,) * 10, cut_seconds=(0.0,) * 10,
+        in_flight=(4, 3, 2, 1), microbatches=8, room_bytes=100.0,
+    )  # fmt: skip
+    assert cut_evenly(cutting) == (1, 4, 7)
 
 
 def test_uneven_stages_balance_a_heavy_head():
