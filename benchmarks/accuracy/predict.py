@@ -9,6 +9,7 @@ from autopar.planner.capture.graph import ModelGraph
 from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.evaluate import Evaluated, Evaluator
 from autopar.planner.search.prices import Prices, in_precision
+from autopar.planner.search.shared import Shared
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.program import Placements
 
@@ -37,6 +38,11 @@ class Predictor:
     _batch: dict[tuple[object, ...], Placements] = field(default_factory=dict)
     _tensor: dict[tuple[object, ...], Placements] = field(default_factory=dict)
     _graphs: dict[tuple[object, ...], tuple[ModelGraph, ModelGraph]] = field(default_factory=dict)
+    _shared: dict[tuple[object, ...], Shared] = field(default_factory=dict)
+
+    def pinned(self) -> Predictor:
+        """One that knows the placements of this one, and no prices."""
+        return Predictor(_batch=dict(self._batch), _tensor=dict(self._tensor))
 
     def predict(self, setup: Setup) -> Prediction:
         """The best of what the row leaves open.
@@ -80,7 +86,9 @@ class Predictor:
             graph=lowered,
             master=graph,
             placements=placements,
-            prices=Prices(mesh=mesh, cluster=setup.cluster, stack=setup.stack, replicas=setup.replicas),
+            prices=Prices(
+                mesh=mesh, cluster=setup.cluster, stack=setup.stack, replicas=setup.replicas, shared=self._known(setup)
+            ),
             optimizer="adamw",
             precision=setup.precision,
         )
@@ -92,6 +100,10 @@ class Predictor:
             activation_checkpoint=setup.policy,
             interleave=interleave,
         )
+
+    def _known(self, setup: Setup) -> Shared:
+        """What earlier predictions for this cluster and stack have worked out."""
+        return self._shared.setdefault((setup.cluster, setup.stack), Shared())
 
     def _graphs_of(self, setup: Setup, placements: Placements, batch_size: int) -> tuple[ModelGraph, ModelGraph]:
         """The graph in its stored dtypes and in those that run."""

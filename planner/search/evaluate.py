@@ -19,7 +19,7 @@ from ..capture.graph import ModelGraph
 from ..schedules import action_table, get_schedule
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
-from ..sharding.program import ModelProgram, Placements, model_program
+from ..sharding.program import ModelProgram, Placements
 from .parameter_seconds import ParameterSeconds, num_elements
 from .prices import Prices, slowest_of_nodes
 from .stage_memory import StageMemory
@@ -79,7 +79,8 @@ class Evaluator:
 
     @cached_property
     def _units(self) -> UnitCosts:
-        return UnitCosts(program=self.program, prices=self.prices)
+        keys = self.prices.shared.keys(self.graph, self.placements, self.mesh)
+        return UnitCosts(program=self.program, prices=self.prices, keys=keys)
 
     @cached_property
     def _parameters(self) -> ParameterSeconds:
@@ -95,7 +96,7 @@ class Evaluator:
 
     @cached_property
     def program(self) -> ModelProgram:
-        return model_program(self.graph, self.placements, self.mesh)
+        return self.prices.shared.program(self.graph, self.placements, self.mesh)
 
     @cached_property
     def master_program(self) -> ModelProgram:

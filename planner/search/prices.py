@@ -5,9 +5,10 @@ All prices are of one rank. Operations and conversions are priced per microbatch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
+from typing import Any
 
 from ...cost_models.communication import axis_group, collective_seconds, edge_group
 from ...cost_models.compute import device_seconds
@@ -21,6 +22,7 @@ from ..sharding.redistribute import Change, CollectiveUse, changes
 from ..sharding.rules import rule_of
 from ..sharding.rules.registry import Saved, pointwise_work, saved_of
 from .problem import Labels, State
+from .shared import Shared
 
 _BUCKET_BYTES = 1 << 28  # gradients are reduced in buckets of the whole model; the rate of a large one
 # Traffic of adding a microbatch's gradient to the sum, per parameter: in the compute dtype, or into float32 by way of
@@ -53,10 +55,9 @@ class Prices:
     cluster: Cluster
     stack: Stack
     replicas: int = 1  # groups of dp that FSDP does not shard over
+    shared: Shared = field(default_factory=Shared)  # with the prices of other meshes on this cluster and stack
     axes: tuple[Axis, ...] = field(init=False)
     _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
-    _works: dict[object, tuple[float, float]] = field(default_factory=dict, init=False)
-    _uses: dict[tuple[str, str, int], float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", self.mesh.axes)
@@ -65,23 +66,29 @@ class Prices:
 
     def use_seconds(self, axis: str, op: str, num_bytes: int) -> float:
         """One collective over an axis ("world" and "tied" are taken over all ranks and over pp)."""
-        key = (axis, op, num_bytes)
-        if key not in self._uses:
-            size, stride = self._extent(axis)
-            op = "send" if op == "recv" else op
-            group = axis_group(2 if op == "send" else size, stride, self.cluster)
-            self._uses[key] = 0.0 if size == 1 else collective_seconds(op, num_bytes, group, self.cluster)
-        return self._uses[key]
+        size, stride = self._extent(axis)
+        if size == 1:
+            return 0.0
+        op = "send" if op == "recv" else op
+        key = (op, num_bytes, 2 if op == "send" else size, stride)
+        if key not in self._known:
+            group = axis_group(key[2], stride, self.cluster)
+            self._known[key] = collective_seconds(op, num_bytes, group, self.cluster)
+        return self._known[key]
+
+    @property
+    def _known(self) -> dict[Hashable, Any]:
+        return self.shared.prices
 
     def send_seconds(self, num_bytes: int, edge: int) -> float:
         """One message from pipeline stage `edge` to the next one (from the last to the first where they are a ring)."""
-        key = (f"edge {edge}", "send", num_bytes)
-        if key not in self._uses:
-            stride = self.mesh.stride("pp")
-            is_ring = edge == self.mesh.pp - 1
+        stride = self.mesh.stride("pp")
+        is_ring = edge == self.mesh.pp - 1
+        key = ("edge", -1 if is_ring else edge, stride, num_bytes)
+        if key not in self._known:
             group = axis_group(2, stride, self.cluster) if is_ring else edge_group(edge, stride, self.cluster)
-            self._uses[key] = collective_seconds("send", num_bytes, group, self.cluster)
-        return self._uses[key]
+            self._known[key] = collective_seconds("send", num_bytes, group, self.cluster)
+        return self._known[key]
 
     def _extent(self, axis: str) -> tuple[int, int]:
         mesh = self.mesh
@@ -103,9 +110,9 @@ class Prices:
     def work(self, node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[float, float]:
         """Forward and backward seconds of a local operation, without its inner collectives."""
         key = (node.name, node.op, node.args, node.kwargs, tuple(operands), tuple(outputs))
-        if key not in self._works:
-            self._works[key] = self._device(local_work(node, operands, outputs))
-        return self._works[key]
+        if key not in self._known:
+            self._known[key] = self._device(local_work(node, operands, outputs))
+        return self._known[key]
 
     def copies(self, change: Change) -> tuple[float, float]:
         """Forward and backward seconds of the local part of a conversion: slices, pads and masks are copies."""
@@ -115,9 +122,9 @@ class Prices:
         has_backward = change.before.requires_grad and change.conversion.backward.startswith("[")
         work = Work(forward=forward, backward=once if has_backward else Pass(), dtype=change.before.dtype)
         key = ("copies", work)
-        if key not in self._works:
-            self._works[key] = self._device(work)
-        return self._works[key]
+        if key not in self._known:
+            self._known[key] = self._device(work)
+        return self._known[key]
 
     def _device(self, work: Work) -> tuple[float, float]:
         """Device time: launches overlap with it, and no placement saves them; host time is counted by unit."""

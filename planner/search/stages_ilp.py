@@ -18,9 +18,9 @@ With m microbatches (one: balance is worth little) and B_k the seconds that a cu
 (messages). Prefix sums make all rows linear: no product of variables. `cut_by_search` solves the same problem by
 dynamic programming over (stage, units).
 
-Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages can
-stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run that
-fits fits too, so no other cut leaves less to the stages before.
+Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages
+can stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run
+that fits fits too, so no other cut leaves less to the stages before.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from .placements_ilp import solve
 from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
 from .refine import Refiner
+from .shared import Shared
 from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
 from .step_uses import Uses, splits
@@ -124,6 +125,7 @@ class _Sweep:
     useless: dict[str, None] = field(default_factory=dict, init=False)
     _placements: dict[tuple[Mesh, float], Placements | str] = field(default_factory=dict, init=False)
     _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
+    shared: Shared = field(default_factory=Shared, init=False)
     solved: int = 0
 
     def __post_init__(self) -> None:
@@ -279,7 +281,8 @@ class _Sweep:
 
     def prices(self, mesh: Mesh) -> Prices:
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh=mesh, cluster=self.setting.cluster, stack=self.setting.stack)
+            cluster, stack = self.setting.cluster, self.setting.stack
+            self._prices[mesh] = Prices(mesh=mesh, cluster=cluster, stack=stack, shared=self.shared)
         return self._prices[mesh]
 
     def _solve(self, mesh: Mesh, *, once: bool = False) -> list[Candidate]:

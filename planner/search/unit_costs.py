@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -95,10 +95,9 @@ class UnitCosts:
 
     program: ModelProgram
     prices: Prices
-    _templates: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
+    keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
     _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, int]] = field(default_factory=dict, init=False)
     _units: dict[tuple[object, ...], UnitCost] = field(default_factory=dict, init=False)
-    _steps: dict[int, list[_StepCost]] = field(default_factory=dict, init=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -161,16 +160,17 @@ class UnitCosts:
         lowered = self.program.templates[index]
         policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
         policy = policy if lowered.template.is_module else _NONE
-        key = (index, policy)
-        if key not in self._templates:
-            if index not in self._steps:
-                self._steps[index] = self._step_costs(lowered)
-            steps = self._steps[index]
+        known = self.prices.shared.costs
+        key = ("template", self.keys[index], policy)
+        if key not in known:
+            by_step = ("steps", self.keys[index])
+            if by_step not in known:
+                known[by_step] = self._step_costs(lowered)
             if policy == _NONE:
-                self._templates[key] = self._template(lowered, steps)
+                known[key] = self._template(lowered, known[by_step])
             else:
-                self._templates[key] = self._recomputed(index, policy, steps)
-        return self._templates[key]
+                known[key] = self._recomputed(index, policy, known[by_step])
+        return known[key]
 
     def _recomputed(self, index: int, policy: str, steps: Sequence[_StepCost]) -> UnitCost:
         """Checkpointing: part of the forward runs again before the backward, and what it makes is not kept."""

@@ -1,0 +1,98 @@
+"""What meshes have in common: templates are lowered and priced once for all ways to arrange the same local sizes.
+
+Data parallelism and microbatches both split the batch. Where a template's placements split the same dims on both axes,
+only the product of the two sizes shows in its local types, and the microbatch axis allows no conversion inside a
+template: so dp has none either. Two meshes with the same product, the same labels and the same other axes therefore run
+the same local program, and one price serves all of them, whatever the pipeline around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..capture.graph import ModelGraph
+from ..sharding.mesh import MICROBATCH, Mesh
+from ..sharding.program import ModelProgram, Placements, TemplatePlacement, TemplateProgram, local_program
+
+_DATA = ("dp", MICROBATCH)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Caches of one cluster and stack; empty at first, and right to drop at any time.
+
+    `lowered`: local programs; `costs`: what `unit_costs.py` works out from them; `prices`: seconds of operations and
+    collectives (`prices.py`).
+    """
+
+    lowered: dict[Hashable, TemplateProgram] = field(default_factory=dict)
+    costs: dict[Hashable, Any] = field(default_factory=dict)  # each module keeps its own kind under its own keys
+    prices: dict[Hashable, Any] = field(default_factory=dict)
+    _labels: dict[int, tuple[TemplatePlacement, _Labels]] = field(default_factory=dict)
+
+    def program(self, graph: ModelGraph, placements: Placements, mesh: Mesh) -> ModelProgram:
+        """As `model_program`, with the templates that another mesh has lowered already.
+
+        Raises:
+            KeyError, ValueError: as `local_program`.
+        """
+        present = tuple(axis.name for axis in mesh.axes)  # layouts name the axes that are there
+        templates = []
+        for key, template, placement in zip(
+            self.keys(graph, placements, mesh), graph.templates, placements, strict=True
+        ):
+            if (present, key) not in self.lowered:
+                self.lowered[present, key] = local_program(template, placement, mesh)
+            templates.append(self.lowered[present, key])
+        return ModelProgram(graph=graph, mesh=mesh, templates=tuple(templates))
+
+    def keys(self, graph: ModelGraph, placements: Placements, mesh: Mesh) -> tuple[Hashable, ...]:
+        """For each template what is equal on meshes that give it the same local types and collectives."""
+        # A template is kept alive by its program, so its id stays its own.
+        pairs = zip(graph.templates, placements, strict=True)
+        return tuple((id(template), self._key(placement, mesh)) for template, placement in pairs)
+
+    def _key(self, placement: TemplatePlacement, mesh: Mesh) -> Hashable:
+        labels = self._labels_of(placement)
+        others = tuple((axis.name, axis.size) for axis in mesh.axes if axis.name not in _DATA)
+        if mesh.microbatches > 1 and (mesh.dp == 1 or labels.is_alike):
+            return (mesh.dp * mesh.microbatches, others, labels.without_dp)
+        return (mesh.dp, mesh.microbatches, others, labels.all)
+
+    def _labels_of(self, placement: TemplatePlacement) -> _Labels:
+        if id(placement) not in self._labels:
+            self._labels[id(placement)] = placement, _Labels.of(placement)
+        return self._labels[id(placement)][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """A template's placement as a key. `is_alike`: dp splits what microbatches split."""
+
+    all: Hashable
+    without_dp: Hashable
+    is_alike: bool
+
+    @classmethod
+    def of(cls, placement: TemplatePlacement) -> _Labels:
+        named = tuple((name, tuple(sorted(labels.items()))) for name, labels in sorted(placement.items()))
+        rest = tuple((name, tuple(item for item in labels if item[0] != "dp")) for name, labels in named)
+        alike = all(labels.get("dp") == labels.get(MICROBATCH) for labels in placement.values())
+        return cls(_Once(named), _Once(tuple(item for item in rest if item[1])), alike)
+
+
+class _Once:
+    """A value whose hash is worked out once."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Hashable) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Once) and self._hash == other._hash and self.value == other.value)
