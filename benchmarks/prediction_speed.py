@@ -3,8 +3,8 @@
     python benchmarks/prediction_speed.py [--count 1000] [--limit-seconds 10] [--json]
 
 Every configuration is another: tensor, pipeline and data parallel sizes, microbatch size, interleaving, ZeRO stage and
-recomputation. They are drawn evenly from all that 96 blocks and the batch allow. Exits with 5 where all of them together
-take longer than the limit.
+recomputation. They are drawn evenly from all that 96 blocks and the batch allow. Exits with 5 where all of them
+together take longer than the limit.
 """
 
 from __future__ import annotations

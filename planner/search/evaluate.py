@@ -8,7 +8,7 @@ simulated. Units are priced by `unit_costs.py`, what parameters take by `paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,8 +22,9 @@ from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram, Placements
 from .parameter_seconds import ParameterSeconds, num_elements
 from .prices import Prices, slowest_of_nodes
+from .shared import DATA_AXES, Once
 from .stage_memory import StageMemory
-from .step_collectives import REDUCED_AXES, held_parameters, prepared_changes, stage_values
+from .step_collectives import REDUCED_AXES, HeldParameter, held_parameters, prepared_changes, stage_values
 from .unit_costs import VARIES_BY_UNIT, Seconds, UnitCost, UnitCosts
 
 # A pipeline repeats itself after so many microbatches per stage, with a period of at most so many more. Within 2e-4 of
@@ -108,11 +109,28 @@ class Evaluator:
     @cached_property
     def _sharing(self) -> frozenset[int]:
         """Units that hold a tensor which another unit holds too."""
-        holders: dict[str, set[int]] = {}
-        for index, unit in enumerate(self.graph.units):
-            for _, fqn in unit.tensors:
-                holders.setdefault(fqn, set()).add(index)
-        return frozenset(index for units in holders.values() if len(units) > 1 for index in units)
+        known, key = self.prices.shared.costs, ("sharing", id(self.graph))
+        if key not in known:
+            holders: dict[str, set[int]] = {}
+            for index, unit in enumerate(self.graph.units):
+                for _, fqn in unit.tensors:
+                    holders.setdefault(fqn, set()).add(index)
+            known[key] = frozenset(index for units in holders.values() if len(units) > 1 for index in units)
+        return known[key]
+
+    @cached_property
+    def _layouts(self) -> Hashable:
+        """How every template holds its tensors; dp does not show in their shapes."""
+        axes = tuple(axis for axis in self.mesh.axes if axis.name not in DATA_AXES)
+        return Once((axes, tuple(lowered.tensors for lowered in self.program.templates)))
+
+    def _held(self, first: int, last: int, *, stored: bool = False) -> tuple[HeldParameter, ...]:
+        """The parameters of a stage in the dtypes that run, or in those that are stored."""
+        program = self.master_program if stored else self.program
+        known, key = self.prices.shared.costs, ("held", id(program.graph), self._layouts, first, last)
+        if key not in known:
+            known[key] = held_parameters(program, first, last)
+        return known[key]
 
     def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
         """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
@@ -120,8 +138,8 @@ class Evaluator:
 
     def unit_state_bytes(self, index: int, zero: int) -> int:
         """Parameters, gradients and optimizer state of one unit, for the cut."""
-        stored = held_parameters(self.master_program, index, index + 1)
-        held = held_parameters(self.program, index, index + 1)
+        stored = self._held(index, index + 1, stored=True)
+        held = self._held(index, index + 1)
         parts = self._stage_memory.with_activations(
             self._stage_memory.without_activations((), held, stored, zero), 0, 1
         )
@@ -148,8 +166,8 @@ class Evaluator:
         forward, backward = Seconds(), Seconds()
         for unit in units:
             forward, backward = forward + unit.forward, backward + unit.backward
-        held = held_parameters(self.program, first, last)
-        stored = held_parameters(self.master_program, first, last)
+        held = self._held(first, last)
+        stored = self._held(first, last, stored=True)
         prelude = self._units.template(self.graph.units[0].template, recompute=False).forward
         prelude += self._units.changes_seconds(prepared_changes(self.program, first, last))[0]
         copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)

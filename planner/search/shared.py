@@ -16,7 +16,7 @@ from ..capture.graph import ModelGraph
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..sharding.program import ModelProgram, Placements, TemplatePlacement, TemplateProgram, local_program
 
-_DATA = ("dp", MICROBATCH)
+DATA_AXES = ("dp", MICROBATCH)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shared:
 
     def _key(self, placement: TemplatePlacement, mesh: Mesh) -> Hashable:
         labels = self._labels_of(placement)
-        others = tuple((axis.name, axis.size) for axis in mesh.axes if axis.name not in _DATA)
+        others = tuple((axis.name, axis.size) for axis in mesh.axes if axis.name not in DATA_AXES)
         if mesh.microbatches > 1 and (mesh.dp == 1 or labels.is_alike):
             return (mesh.dp * mesh.microbatches, others, labels.without_dp)
         return (mesh.dp, mesh.microbatches, others, labels.all)
@@ -80,10 +80,10 @@ class _Labels:
         named = tuple((name, tuple(sorted(labels.items()))) for name, labels in sorted(placement.items()))
         rest = tuple((name, tuple(item for item in labels if item[0] != "dp")) for name, labels in named)
         alike = all(labels.get("dp") == labels.get(MICROBATCH) for labels in placement.values())
-        return cls(_Once(named), _Once(tuple(item for item in rest if item[1])), alike)
+        return cls(Once(named), Once(tuple(item for item in rest if item[1])), alike)
 
 
-class _Once:
+class Once:
     """A value whose hash is worked out once."""
 
     __slots__ = ("_hash", "value")
@@ -95,4 +95,4 @@ class _Once:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Once) and self._hash == other._hash and self.value == other.value)
+        return self is other or (isinstance(other, Once) and self._hash == other._hash and self.value == other.value)
