@@ -1,0 +1,1 @@
+"""Parts of cpu_predicted_vs_measured.py."""
