@@ -125,6 +125,9 @@ def _inside_rate(rate: float, group: Group, link: Link) -> float:
 
 
 def _inside_node(op: str, num_bytes: float, group: Group, link: Link) -> float:
+    measured = link.curve(op, group.size)
+    if measured is not None:
+        return measured.at(num_bytes)
     bandwidth = _inside_rate(link.send_bytes_per_second if op == "send" else link.bus(group.size), group, link)
     latency = link.latency_seconds
     if group.boards > 1 and link.boards is not None:
@@ -188,8 +191,17 @@ def gradient_sync_seconds(kind: str, num_bytes: float, group: Group, cluster: Cl
 
 
 def overlapped_seconds(
-    compute_seconds: float, communication_seconds: float, *, slowdown: float = OVERLAP_SLOWDOWN
+    compute_seconds: float,
+    communication_seconds: float,
+    *,
+    slowdown: float = OVERLAP_SLOWDOWN,
+    hidden_fraction: float | None = None,
 ) -> float:
-    """Seconds of compute and communication that start together; what overlaps slows compute down."""
+    """Seconds of compute and communication that start together; what overlaps slows compute down.
+
+    `hidden_fraction`: where it was measured, what disappears of the shorter one (`Link`).
+    """
     shared = min(compute_seconds, communication_seconds)
+    if hidden_fraction is not None:
+        return compute_seconds + communication_seconds - hidden_fraction * shared
     return max(compute_seconds + (slowdown - 1) * shared, communication_seconds)

@@ -95,6 +95,10 @@ def gemm_seconds(gemm: Gemm, gpu: Gpu, *, dtype: str, stack: Stack = EAGER) -> f
     name, item_bytes = _rate_and_item_bytes(dtype, stack, gpu)
     rate = gpu.rate(name)
     curve = gpu.gemm
+    if curve.m_overhead is not None and curve.n_overhead is not None:
+        sides = (gemm.m + curve.m_overhead) * (gemm.n + curve.n_overhead) * (gemm.k + curve.k_overhead)
+        reached = rate * curve.rate_fraction * gpu.sustained_fraction
+        return curve.start_seconds + FLOPS_PER_MULTIPLY_ADD * gemm.batch * sides / reached
     seconds = _tiled_seconds(
         gemm.m,
         gemm.n,
@@ -154,11 +158,25 @@ def device_seconds(p: Pass, gpu: Gpu, *, dtype: str, stack: Stack = EAGER, is_ba
     other_bytes: float = max(0, p.bytes - product_bytes - p.attention_bytes)
     if stack.fusion == "compiled":
         other_bytes *= _COMPILED_TRAFFIC_FRACTION
-    others = max(other_bytes / bandwidth, p.flops / gpu.rate("float32"))
-    small_kernels = max(0, p.kernels - len(p.gemms)) * (
-        _COMPILED_LAUNCH_FRACTION if stack.fusion == "compiled" else 1.0
+    fraction = _COMPILED_LAUNCH_FRACTION if stack.fusion == "compiled" else 1.0
+    small_kernels = max(0, p.kernels - len(p.gemms)) * fraction
+    others = max(
+        streaming_seconds(other_bytes, max(1.0, small_kernels), gpu, is_backward=is_backward),
+        p.flops / gpu.rate("float32"),
+        p.transcendentals * gpu.transcendental_seconds,
     )
-    return products + attention + others + small_kernels * gpu.kernel_seconds
+    each = gpu.kernel_backward_seconds if is_backward else gpu.kernel_seconds
+    # A product's own start is that of a forward.
+    starting = len(p.gemms) * (gpu.kernel_backward_seconds - gpu.kernel_seconds) if is_backward else 0.0
+    return products + attention + others + small_kernels * each + starting
+
+
+def streaming_seconds(num_bytes: float, kernels: float, gpu: Gpu, *, is_backward: bool = False) -> float:
+    """Time of memory-bound kernels that read and write `num_bytes` together, beside what each kernel takes."""
+    curve = gpu.streaming_backward if is_backward else gpu.streaming
+    if curve is None:
+        return num_bytes / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+    return kernels * curve.at(num_bytes / kernels) if num_bytes else 0.0
 
 
 def host_seconds(p: Pass, gpu: Gpu, *, stack: Stack = EAGER) -> float:

@@ -47,12 +47,19 @@ def get_optimizer(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
-def optimizer_seconds(parameter_bytes: int, gpu: Gpu, *, optimizer: str, num_tensors: int = 0) -> float:
+def optimizer_seconds(
+    parameter_bytes: int, gpu: Gpu, *, optimizer: str, num_tensors: int = 0, sharded: bool = False
+) -> float:
     """Clipping and the optimizer's step over the `parameter_bytes` that this rank updates, without collectives.
+
+    `sharded`: the parameters are DTensors. Measured costs of the device are used where it has them.
 
     Raises:
         AutoparError: unknown optimizer.
     """
+    measured = [gpu.updates[name] for name in (optimizer, "clip") if name in gpu.updates]
+    if len(measured) == 2:
+        return sum(costs.seconds(parameter_bytes, num_tensors=num_tensors, sharded=sharded) for costs in measured)
     traffic = get_optimizer(optimizer).passes * parameter_bytes
     device = traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
     return max(device, num_tensors * _HOST_LAUNCHES_PER_TENSOR * gpu.launch_seconds)

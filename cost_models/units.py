@@ -5,7 +5,7 @@ from __future__ import annotations
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 TERA = 1e12
-MICROSECOND, MILLISECOND = 1e-6, 1e-3
+NANOSECOND, MICROSECOND, MILLISECOND = 1e-9, 1e-6, 1e-3
 BITS_PER_BYTE = 8
 
 

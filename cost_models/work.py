@@ -34,6 +34,7 @@ class Pass:
     (each operation reads its operands and writes its results once), products included; `kernels` counts launches.
     `attention_flops` is work inside a fused attention kernel (not in `flops`), causal skipping already applied;
     `attention_bytes` is that kernel's part of `bytes`: all of it where a pass of attention alone leaves it out.
+    `transcendentals` counts exponentials, logarithms and the like, which no GPU but every CPU core feels.
     """
 
     gemms: tuple[Gemm, ...] = ()
@@ -42,6 +43,7 @@ class Pass:
     attention_flops: int = 0
     kernels: int = 0
     attention_bytes: int = 0
+    transcendentals: int = 0
 
     def __post_init__(self) -> None:
         if self.attention_flops and not self.attention_bytes:
@@ -55,6 +57,7 @@ class Pass:
             attention_flops=self.attention_flops + other.attention_flops,
             kernels=self.kernels + other.kernels,
             attention_bytes=self.attention_bytes + other.attention_bytes,
+            transcendentals=self.transcendentals + other.transcendentals,
         )
 
     @property

@@ -2,9 +2,11 @@
 
 from .catalogue import OVERRIDES, cluster_names, cluster_with, gpu_names, load_cluster, load_gpu
 from .cluster import Boards, Cluster, Link, Network
+from .curve import Curve
 from .gpu import AttentionCurve, GemmCurve, Gpu
+from .host import HostCosts, UpdateCosts
 
 __all__ = [
-    "AttentionCurve", "Boards", "Cluster", "GemmCurve", "Gpu", "Link", "Network", "OVERRIDES", "cluster_names",
-    "cluster_with", "gpu_names", "load_cluster", "load_gpu",
+    "AttentionCurve", "Boards", "Cluster", "Curve", "GemmCurve", "Gpu", "HostCosts", "Link", "Network", "OVERRIDES",
+    "UpdateCosts", "cluster_names", "cluster_with", "gpu_names", "load_cluster", "load_gpu",
 ]  # fmt: skip

@@ -146,6 +146,7 @@ def _link_with(link: Link, gb_per_second: float | None) -> Link:
         by_ranks=(),
         all_reduce_bytes_per_second=None,
         boards=None,
+        measured=(),
     )
 
 

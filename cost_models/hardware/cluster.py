@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, MICROSECOND
+from .curve import Curve, parse_curve
 from .gpu import Gpu
 from .toml_file import Table, nearest
 
 INTRA_KINDS = ("switch", "mesh", "pcie", "host")
 GIGABIT = 1e9
+MEASURED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Link:
     `all_reduce_bytes_per_second` is what all_reduce reaches where the switch itself adds (NVLS), in bytes of the tensor
     and whatever the number of ranks; nothing else gains from it. A collective over n ranks starts in
     `latency_seconds + n * latency_per_rank_seconds`; large ones need `ramp_seconds` more to fill their pipeline.
+    `measured` has (operation, ranks, seconds by bytes) where the machine was profiled: those are taken as they are.
+    `hidden_fraction`: how much of the shorter one disappears where compute and collectives run at the same time.
     """
 
     kind: str  # one of INTRA_KINDS
@@ -42,6 +46,12 @@ class Link:
     by_ranks: tuple[tuple[int, float], ...] = ()
     all_reduce_bytes_per_second: float | None = None
     boards: Boards | None = None
+    measured: tuple[tuple[str, int, Curve], ...] = ()
+    hidden_fraction: float | None = None
+
+    def curve(self, op: str, ranks: int) -> Curve | None:
+        """The measured curve of an operation over `ranks` ranks, if there is one."""
+        return next((curve for name, size, curve in self.measured if name == op and size == ranks), None)
 
     def bus(self, ranks: int) -> float:
         """Bus bandwidth of a group of `ranks` ranks: of the smallest listed group that is not smaller."""
@@ -115,6 +125,7 @@ def parse_link(table: Table, gpus_per_node: int) -> Link:
     table.check_keys(
         ("kind", "bus_gb_per_second", "bus_gb_per_second_by_ranks", "all_reduce_gb_per_second", "send_gb_per_second")
         + ("latency_microseconds", "latency_per_rank_microseconds", "ramp_microseconds", "boards")
+        + ("measured", "hidden_fraction")
     )
     kind = table.text("kind")
     if kind not in INTRA_KINDS:
@@ -142,7 +153,24 @@ def parse_link(table: Table, gpus_per_node: int) -> Link:
             table.number("all_reduce_gb_per_second") * GB if table.has("all_reduce_gb_per_second") else None
         ),
         boards=_parse_boards(table.table("boards"), gpus_per_node) if table.has("boards") else None,
+        measured=_parse_measured(table.table("measured"), gpus_per_node) if table.has("measured") else (),
+        hidden_fraction=(
+            table.number("hidden_fraction", is_low_ok=True, high=1.0) if table.has("hidden_fraction") else None
+        ),
     )
+
+
+def _parse_measured(table: Table, gpus_per_node: int) -> tuple[tuple[str, int, Curve], ...]:
+    """Curves by operation and number of ranks: [measured.all_reduce.2], [measured.all_reduce.4], ..."""
+    table.check_keys(MEASURED_OPS)
+    found: list[tuple[str, int, Curve]] = []
+    for op in table.data:
+        by_ranks = table.table(op)
+        for ranks in by_ranks.data:
+            if not ranks.isdecimal() or not 2 <= int(ranks) <= gpus_per_node:
+                raise by_ranks.fail(ranks, f"is no number of ranks from 2 to {gpus_per_node}")
+            found.append((op, int(ranks), parse_curve(by_ranks.table(ranks))))
+    return tuple(sorted(found, key=lambda entry: entry[:2]))
 
 
 def _parse_boards(table: Table, gpus_per_node: int) -> Boards:

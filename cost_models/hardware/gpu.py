@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..errors import HardwareError
-from ..units import GB, GIB, MICROSECOND, TERA
+from ..units import GB, GIB, MICROSECOND, NANOSECOND, TERA
+from .curve import Curve, parse_curve
+from .host import NO_HOST_COSTS, HostCosts, UpdateCosts, parse_host, parse_update
 from .toml_file import Table, nearest
 
 # Rates a file may give. "tf32" is what float32 products use where the stack allows it.
+UPDATES = ("adamw", "sgd", "clip")
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 
 
@@ -21,12 +24,16 @@ class GemmCurve:
     start_seconds: launch, prologue and epilogue of one product.
     k_overhead: loop iterations' worth of k that filling the pipeline of a tile costs.
     tile_penalty: loss of efficiency of small tiles.
+    m_overhead, n_overhead: where they are given the device has no tiles to fill: every side of a product costs so
+    much more, 2 (m + m0) (n + n0) (k + k0) flops in all.
     """
 
     rate_fraction: float
     start_seconds: float
     k_overhead: float
     tile_penalty: float
+    m_overhead: float | None = None
+    n_overhead: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +54,12 @@ class Gpu:
 
     `peak_flops_per_second` is dense, by rate name (RATE_NAMES). `sustained_fraction` is what power and clocks leave of
     a short burst over a training run. `launch_seconds` is host time per eager kernel, `kernel_seconds` device time that
-    a kernel takes beside its traffic. `overhead_bytes` is taken by context, libraries and allocator. Compared and
-    hashed by identity.
+    a kernel takes beside its traffic (`kernel_backward_seconds` in a backward). `overhead_bytes` is taken by context,
+    libraries and allocator. Compared and hashed by identity.
+
+    Measured on the device where it was profiled, else None or 0: `streaming`, seconds of a memory-bound kernel by its
+    bytes, beside `kernel_seconds`; `transcendental_seconds` of one exponential, logarithm or the like; `host`; `updates`
+    by optimizer, and "clip".
     """
 
     name: str
@@ -65,6 +76,24 @@ class Gpu:
     kernel_seconds: float
     overhead_bytes: int
     sources: tuple[tuple[str, str], ...]
+    kernel_backward_seconds: float = 0.0
+    transcendental_seconds: float = 0.0
+    streaming: Curve | None = None
+    streaming_backward: Curve | None = None
+    host: HostCosts = NO_HOST_COSTS
+    updates: Mapping[str, UpdateCosts] = field(default_factory=dict)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether host and device are the same thread: nothing runs ahead, and nothing beside."""
+        return self.launch_seconds == 0
+
+    def at_best_rates(self) -> Gpu:
+        """The device with every memory-bound kernel at the best rate of any size: for lower bounds."""
+        if self.streaming is None or self.streaming_backward is None:
+            return self
+        rate = 1 / min(self.streaming.least_seconds_per_byte, self.streaming_backward.least_seconds_per_byte)
+        return replace(self, hbm_bytes_per_second=rate, hbm_fraction=1.0, streaming=None, streaming_backward=None)
 
     def rate(self, name: str) -> float:
         """Dense peak of a rate.
@@ -90,10 +119,14 @@ def parse_gpu(name: str, table: Table) -> Gpu:
     table.check_keys(
         ("description", "hbm_gib", "hbm_gb_per_second", "hbm_fraction", "sm_count", "sustained_fraction")
         + ("launch_microseconds", "kernel_microseconds", "overhead_gib", "peak_tflops", "gemm", "attention")
+        + ("kernel_backward_microseconds", "transcendental_nanoseconds", "streaming", "streaming_backward")
+        + ("host", "updates")
     )
     peaks, gemm, attention = table.table("peak_tflops"), table.table("gemm"), table.table("attention")
     peaks.check_keys(RATE_NAMES)
-    gemm.check_keys(("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty"))
+    gemm.check_keys(
+        ("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty", "m_overhead", "n_overhead")
+    )
     attention.check_keys(("peak_fraction", "short_keys", "backward_fraction"))
     for required in ("float64", "float32"):
         if not peaks.has(required):
@@ -102,6 +135,12 @@ def parse_gpu(name: str, table: Table) -> Gpu:
     overhead_bytes = int(table.number("overhead_gib", is_low_ok=True) * GIB)
     if overhead_bytes >= hbm_bytes:
         raise table.fail("overhead_gib", "leaves no memory")
+    if gemm.has("m_overhead") != gemm.has("n_overhead"):
+        raise gemm.fail("m_overhead", "and n_overhead belong together", "give both or none")
+    updates = table.table("updates") if table.has("updates") else None
+    if updates is not None:
+        updates.check_keys(UPDATES)
+    kernel_seconds = table.number("kernel_microseconds", is_low_ok=True) * MICROSECOND
     return Gpu(
         name=name,
         description=table.text("description"),
@@ -116,6 +155,8 @@ def parse_gpu(name: str, table: Table) -> Gpu:
             start_seconds=gemm.number("start_microseconds", is_low_ok=True) * MICROSECOND,
             k_overhead=gemm.number("k_overhead", is_low_ok=True),
             tile_penalty=gemm.number("tile_penalty", is_low_ok=True, high=0.9),
+            m_overhead=gemm.number("m_overhead", is_low_ok=True) if gemm.has("m_overhead") else None,
+            n_overhead=gemm.number("n_overhead", is_low_ok=True) if gemm.has("n_overhead") else None,
         ),
         attention=AttentionCurve(
             peak_fraction=attention.number("peak_fraction", high=1.0),
@@ -123,7 +164,21 @@ def parse_gpu(name: str, table: Table) -> Gpu:
             backward_fraction=attention.number("backward_fraction", high=1.5),
         ),
         launch_seconds=table.number("launch_microseconds", is_low_ok=True) * MICROSECOND,
-        kernel_seconds=table.number("kernel_microseconds", is_low_ok=True) * MICROSECOND,
+        kernel_seconds=kernel_seconds,
+        kernel_backward_seconds=(
+            table.number("kernel_backward_microseconds", is_low_ok=True) * MICROSECOND
+            if table.has("kernel_backward_microseconds")
+            else kernel_seconds
+        ),
+        transcendental_seconds=(
+            table.number("transcendental_nanoseconds", is_low_ok=True) * NANOSECOND
+            if table.has("transcendental_nanoseconds")
+            else 0.0
+        ),
+        streaming=parse_curve(table.table("streaming")) if table.has("streaming") else None,
+        streaming_backward=parse_curve(table.table("streaming_backward")) if table.has("streaming_backward") else None,
+        host=parse_host(table.table("host")) if table.has("host") else NO_HOST_COSTS,
+        updates={name: parse_update(updates.table(name)) for name in UPDATES if updates is not None and updates.has(name)},
         overhead_bytes=overhead_bytes,
         sources=tuple(sorted(table.sources.items())),
     )

@@ -83,7 +83,7 @@ class WholeModel:
 
 def whole_model(space: Space, master: ModelGraph, cluster: Cluster, stack: Stack) -> WholeModel:
     graph = space.graph
-    gpu = cluster.gpu
+    gpu = cluster.gpu.at_best_rates()
     device = host = 0.0
     for t, template in enumerate(graph.templates):
         if t == space.prelude:

@@ -174,7 +174,7 @@ class Evaluator:
         forward += Seconds(compute=copied_ahead)
         backward += Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
         step = {
-            "compute": prelude.compute,
+            "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
             "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
             "optimizer": self._parameters.optimizer_step(stored, zero),
         }
@@ -275,8 +275,10 @@ class Evaluator:
     def _timeline_seconds(self, costs: Sequence[StageCost], schedule: str, interleave: int) -> float:
         microbatches = self.mesh.microbatches
         sends = [cost.send_seconds for cost in costs[:-1]]
-        durations = {(s, FORWARD): cost.forward.total for s, cost in enumerate(costs)}
-        durations |= {(s, BACKWARD): cost.backward.total for s, cost in enumerate(costs)}
+        # What the schedule's own runtime takes for an action.
+        action = self.prices.cluster.gpu.host.action_seconds if len(costs) > 1 else 0.0
+        durations = {(s, FORWARD): cost.forward.total + action for s, cost in enumerate(costs)}
+        durations |= {(s, BACKWARD): cost.backward.total + action for s, cost in enumerate(costs)}
         if interleave == 1:
             return _simulated(schedule, microbatches, durations, sends)
         # Its messages are sent and received in one call that both sides wait for.

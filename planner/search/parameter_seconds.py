@@ -9,6 +9,7 @@ from ...cost_models.communication import OVERLAP_SLOWDOWN, OVERLAP_SLOWDOWN_COMP
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
+from .host_seconds import fsdp_hooks, holds_dtensors
 from .prices import ACCUMULATED_BYTES, Prices
 from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
 
@@ -113,7 +114,8 @@ class ParameterSeconds:
         """What communication beside compute adds to it."""
         compiled = self.prices.stack.fusion == "compiled"
         slowdown = OVERLAP_SLOWDOWN_COMPILED if compiled else OVERLAP_SLOWDOWN
-        return overlapped_seconds(compute, communication, slowdown=slowdown) - compute
+        hidden = self.prices.cluster.intra_node.hidden_fraction
+        return overlapped_seconds(compute, communication, slowdown=slowdown, hidden_fraction=hidden) - compute
 
     def fsdp_copies(self, held: Sequence[HeldParameter], zero: int) -> tuple[float, float]:
         """Copies out of gathered buffers and into reduced ones, forward and backward of one microbatch."""
@@ -127,7 +129,8 @@ class ParameterSeconds:
         times = 1 if stack.accumulation == "sharded" else 1 / self.mesh.microbatches
         ahead = 2 * size / rate * (1 / self.mesh.microbatches if is_kept else 1)
         back = (size + reduced) / rate * times
-        return ahead, back if is_kept else back + 2 * size / rate * times
+        hooks_ahead, hooks_back = fsdp_hooks(held, gpu)
+        return ahead + hooks_ahead, (back if is_kept else back + 2 * size / rate * times) + hooks_back
 
     def partial_gradients(self, axis: str, held: Sequence[HeldParameter], zero: int) -> float:
         """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
@@ -140,7 +143,13 @@ class ParameterSeconds:
         shards = self.mesh.dp if zero >= 1 else 1
         size = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable) // shards
         tensors = sum(parameter.trainable for parameter in stored)
-        return optimizer_seconds(size, self.prices.cluster.gpu, optimizer=self.optimizer, num_tensors=tensors)
+        return optimizer_seconds(
+            size,
+            self.prices.cluster.gpu,
+            optimizer=self.optimizer,
+            num_tensors=tensors,
+            sharded=holds_dtensors(self.mesh, zero),
+        )
 
 
 def num_elements(parameter: HeldParameter) -> int:

@@ -14,6 +14,7 @@ from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
 from ..sharding.rules import kept_kernels, saved_of
+from .host_seconds import conversion_host, operation_host, parameters_host
 from .kernels import kept_by_kernels, stack_work, stack_works
 from .prices import Prices, saved_on_device
 
@@ -151,8 +152,9 @@ class UnitCosts:
                 continue
             ahead, back = self.prices.uses_seconds(step.collectives(axis))
             copy_ahead, copy_back = self.prices.copies(step)
-            forward += _on_axis(step.axis, ahead) + Seconds(compute=copy_ahead)
-            backward += _on_axis(step.axis, back) + Seconds(compute=copy_back)
+            host_ahead, host_back = conversion_host(step, self.prices.cluster.gpu)
+            forward += _on_axis(step.axis, ahead) + Seconds(compute=copy_ahead + host_ahead)
+            backward += _on_axis(step.axis, back) + Seconds(compute=copy_back + host_back)
         return forward, backward
 
     def template(self, index: int, *, recompute: bool | str) -> UnitCost:
@@ -178,9 +180,11 @@ class UnitCosts:
         lowered = self.program.templates[index]
         again = self._again(lowered, policy)
         if policy == _SELECTIVE:
-            pairs = zip(steps, lowered.steps, strict=True)
-            steps = [_messages_only(cost) if keeps_result(step) else cost for cost, step in pairs]
-        forward = _total([step for step, runs in zip(steps, again, strict=True) if runs], forward=True)
+            pairs = zip(steps, lowered.steps, strict=False)
+            steps = [*(_messages_only(cost) if keeps_result(step) else cost for cost, step in pairs), steps[-1]]
+        # Parameters, the last entry, are read again with whatever is run again.
+        forward = _total([step for step, runs in zip(steps, [*again, True], strict=True) if runs], forward=True)
+        forward += Seconds(compute=self.prices.cluster.gpu.host.checkpoint_seconds)
         if policy in (_FULL, _SELECTIVE):
             kept = sum(
                 local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
@@ -243,6 +247,9 @@ class UnitCosts:
             backward = Seconds(
                 compute=device_seconds(work.backward, gpu, dtype=work.dtype, stack=priced, is_backward=True)
             )
+            host_ahead, host_back = operation_host(step, work, gpu)
+            if gpu.is_host:
+                forward, backward = forward + Seconds(compute=host_ahead), backward + Seconds(compute=host_back)
             for use in step.collectives:
                 seconds = self.prices.use_seconds(use.axis, use.op, use.num_bytes)
                 if use.phase == "forward":
@@ -253,11 +260,15 @@ class UnitCosts:
                 _StepCost(
                     forward=forward,
                     backward=backward,
-                    host_forward=host_seconds(work.forward, gpu, stack=priced),
-                    host_backward=host_seconds(work.backward, gpu, stack=priced),
+                    host_forward=host_seconds(work.forward, gpu, stack=priced) + host_ahead,
+                    host_backward=host_seconds(work.backward, gpu, stack=priced) + host_back,
                 )
             )
-        return found
+        ahead, back = parameters_host(lowered, self.mesh, gpu)
+        reads = _StepCost(forward=Seconds(), backward=Seconds(), host_forward=ahead, host_backward=back)
+        if gpu.is_host:
+            reads = replace(reads, forward=Seconds(compute=ahead), backward=Seconds(compute=back))
+        return [*found, reads]
 
     def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
         saved, working = self._kept(lowered)
