@@ -124,9 +124,7 @@ def parse_gpu(name: str, table: Table) -> Gpu:
     )
     peaks, gemm, attention = table.table("peak_tflops"), table.table("gemm"), table.table("attention")
     peaks.check_keys(RATE_NAMES)
-    gemm.check_keys(
-        ("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty", "m_overhead", "n_overhead")
-    )
+    gemm.check_keys(("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty", "m_overhead", "n_overhead"))
     attention.check_keys(("peak_fraction", "short_keys", "backward_fraction"))
     for required in ("float64", "float32"):
         if not peaks.has(required):
@@ -178,7 +176,9 @@ def parse_gpu(name: str, table: Table) -> Gpu:
         streaming=parse_curve(table.table("streaming")) if table.has("streaming") else None,
         streaming_backward=parse_curve(table.table("streaming_backward")) if table.has("streaming_backward") else None,
         host=parse_host(table.table("host")) if table.has("host") else NO_HOST_COSTS,
-        updates={name: parse_update(updates.table(name)) for name in UPDATES if updates is not None and updates.has(name)},
+        updates={
+            name: parse_update(updates.table(name)) for name in UPDATES if updates is not None and updates.has(name)
+        },
         overhead_bytes=overhead_bytes,
         sources=tuple(sorted(table.sources.items())),
     )
