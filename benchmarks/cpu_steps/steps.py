@@ -69,8 +69,11 @@ def _step_of(package: str, inputs: Any, batch_dims: Any) -> Any:
     return step
 
 
-def run_steps(job: StepsJob) -> list[list[float]]:
-    """Seconds of every step, by package; from when all ranks are ready until the last is done."""
+def run_steps(job: StepsJob) -> list[list[tuple[float, float]]]:
+    """(seconds, processor seconds of the busiest rank) of every step, by package.
+
+    From when all ranks are ready until the last is done.
+    """
     import torch
     import torch.distributed as dist
 
@@ -85,26 +88,31 @@ def run_steps(job: StepsJob) -> list[list[float]]:
     )
     inputs, batch_dims = torch.load(job.inputs, weights_only=False)
     steps = [_step_of(package, inputs, batch_dims) for package in job.packages]
-    found: list[list[float]] = [[] for _ in steps]
-    took = torch.zeros(())
+    found: list[list[tuple[float, float]]] = [[] for _ in steps]
+    took = torch.zeros(2)
     for number in range(job.warmup + job.rounds):
         for index, step in enumerate(steps):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             step(number)
-            took.fill_(time.perf_counter() - begin)
+            took[0], took[1] = time.perf_counter() - begin, time.process_time() - used
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if number >= job.warmup:
-                found[index].append(float(took))
+                found[index].append((float(took[0]), float(took[1])))
     dist.destroy_process_group()
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Steps of one package. `spread` is the middle half of the runs."""
+    """Steps of one package. `spread` is the middle half of the runs.
+
+    `processor_seconds`: the median of what the busiest rank used of its core; far below the wall clock where other
+    processes had it.
+    """
 
     seconds: tuple[float, ...]
+    processor_seconds: float
 
     @property
     def median(self) -> float:
@@ -141,4 +149,10 @@ def measure_steps(packages: Sequence[str], inputs: str, folder: str, *, ranks: i
         raise RuntimeError(f"rank {failure.rank}: {failure.error}\n{failure.traceback}")
     times = answers[0]
     assert isinstance(times, list)
-    return [Measured(seconds=tuple(seconds)) for seconds in times]
+    return [
+        Measured(
+            seconds=tuple(wall for wall, _ in runs),
+            processor_seconds=statistics.median(used for _, used in runs),
+        )
+        for runs in times
+    ]

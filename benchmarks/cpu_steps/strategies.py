@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from autopar.planner.driver import Planned, PlanRequest, capture, check_request, plan_graph
 
@@ -42,7 +41,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What is pinned; placements are left to the search."""
+    """What is pinned; placements are left to the search. `mesh`: the axis of both ranks, "" leaves all to the search."""
 
     mesh: str
     microbatches: int = 1
@@ -52,6 +51,8 @@ class Strategy:
 
     @property
     def name(self) -> str:
+        if not self.mesh:
+            return "planner's choice"
         parts = [f"{self.mesh}=2", f"m={self.microbatches}"]
         parts += [self.schedule] if self.schedule else []
         parts += [f"zero={self.zero}"] if self.zero is not None else []
@@ -60,6 +61,7 @@ class Strategy:
 
 
 STRATEGIES = (
+    Strategy(mesh=""),
     Strategy(mesh="dp", zero=0),
     Strategy(mesh="dp", zero=2),
     Strategy(mesh="dp", zero=3),
@@ -82,14 +84,29 @@ STRATEGIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A strategy, its plan and what it predicts."""
+    """A strategy and its plan."""
 
     strategy: Strategy
     planned: Planned
 
+    @property
+    def name(self) -> str:
+        """The strategy; of the planner's own choice what it is."""
+        plan = self.planned.plan
+        if self.strategy.mesh:
+            return self.strategy.name
+        axis = next((name for name, size in plan.mesh.items() if size > 1), "one rank")
+        zero = plan.zero if axis == "dp" else None
+        schedule = plan.schedule if axis == "pp" else None
+        chosen = Strategy(
+            mesh=axis, microbatches=plan.microbatches, schedule=schedule, zero=zero,
+            activation_checkpoint=plan.activation_checkpoint,
+        )  # fmt: skip
+        return f"chosen: {chosen.name}"
 
-def captured(case: Case, cluster: str) -> tuple[Any, PlanRequest]:
-    """The graph of a case and the request it came from."""
+
+def planned_jobs(case: Case, cluster: str) -> tuple[Job, ...]:
+    """The plan of every strategy on the cluster."""
     request = PlanRequest(
         model=str(SAMPLE_MODELS / f"{case.model}.py"),
         gpus=RANKS,
@@ -97,22 +114,23 @@ def captured(case: Case, cluster: str) -> tuple[Any, PlanRequest]:
         cluster=cluster,
         batch_size=case.batch_size,
     )
-    return capture(request)
+    graph, request = capture(request)
+    return tuple(
+        Job(strategy=strategy, planned=plan_graph(graph, pinned, check_request(pinned)))
+        for strategy in STRATEGIES
+        for pinned in [_pinned(request, case, strategy)]
+    )
 
 
-def planned_jobs(case: Case, cluster: str) -> tuple[Job, ...]:
-    """The plan of every strategy on the cluster."""
-    graph, request = captured(case, cluster)
-    jobs = []
-    for strategy in STRATEGIES:
-        mesh = {"pp": 1, "dp": 1, "tp": 1, strategy.mesh: RANKS}
-        pinned = replace(
-            request,
-            mesh=mesh,
-            microbatch_size=case.batch_size // mesh["dp"] // strategy.microbatches,
-            schedule=strategy.schedule,
-            zero=strategy.zero,
-            activation_checkpoint=strategy.activation_checkpoint,
-        )
-        jobs.append(Job(strategy=strategy, planned=plan_graph(graph, pinned, check_request(pinned))))
-    return tuple(jobs)
+def _pinned(request: PlanRequest, case: Case, strategy: Strategy) -> PlanRequest:
+    if not strategy.mesh:
+        return request
+    mesh = {"pp": 1, "dp": 1, "tp": 1, strategy.mesh: RANKS}
+    return replace(
+        request,
+        mesh=mesh,
+        microbatch_size=case.batch_size // mesh["dp"] // strategy.microbatches,
+        schedule=strategy.schedule,
+        zero=strategy.zero,
+        activation_checkpoint=strategy.activation_checkpoint,
+    )

@@ -10,7 +10,7 @@ from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
 from .host_seconds import fsdp_hooks, holds_dtensors
-from .prices import ACCUMULATED_BYTES, Prices
+from .prices import Prices, accumulated_bytes
 from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
 
 
@@ -30,9 +30,10 @@ class ParameterSeconds:
         gpu = self.prices.cluster.gpu
         if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
             return 0.0
-        numel = sum(num_elements(parameter) for parameter in held if parameter.trainable)
-        traffic = numel * ACCUMULATED_BYTES[self.prices.stack.gradient_dtype]
-        return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+        stack, trained = self.prices.stack, [parameter for parameter in held if parameter.trainable]
+        traffic = sum(num_elements(parameter) * accumulated_bytes(parameter.dtype, stack) for parameter in trained)
+        each = gpu.kernel_seconds if gpu.is_host else 0.0
+        return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + len(trained) * each
 
     def _reduced_bytes(self, num_bytes: int, dtype: str) -> int:
         """Bytes of a gradient as it is reduced."""

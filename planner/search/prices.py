@@ -15,7 +15,7 @@ from ...cost_models.compute import device_seconds
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ...cost_models.work import Pass, Work
-from ..capture.graph import Kind, ModelGraph, Node, Template, TensorType
+from ..capture.graph import ITEM_BYTES, Kind, ModelGraph, Node, Template, TensorType
 from ..sharding.mesh import Axis, Mesh
 from ..sharding.placement import SUMMED_GRADIENT, can_split
 from ..sharding.redistribute import Change, CollectiveUse, changes
@@ -25,9 +25,7 @@ from .problem import Labels, State
 from .shared import Shared
 
 _BUCKET_BYTES = 1 << 28  # gradients are reduced in buckets of the whole model; the rate of a large one
-# Traffic of adding a microbatch's gradient to the sum, per parameter: in the compute dtype, or into float32 by way of
-# a cast. Source: unverified; reads and writes of both forms counted by hand.
-ACCUMULATED_BYTES = {"compute": 6, "float32": 16}
+_CAST_AND_ADDED_BYTES = 16
 _PRICED_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -45,6 +43,15 @@ def in_precision(graph: ModelGraph, precision: str) -> ModelGraph:
         return replace(old, nodes=nodes)
 
     return replace(graph, templates=tuple(template(old) for old in graph.templates))
+
+
+def accumulated_bytes(dtype: str, stack: Stack) -> int:
+    """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or into float32 by way of a cast.
+
+    Source: reads and writes of both forms counted by hand.
+    """
+    is_cast = stack.gradient_dtype == "float32" and ITEM_BYTES[dtype] < ITEM_BYTES["float32"]
+    return _CAST_AND_ADDED_BYTES if is_cast else 3 * ITEM_BYTES[dtype]
 
 
 @dataclass(frozen=True)

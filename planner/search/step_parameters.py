@@ -21,7 +21,7 @@ from ..sharding.mesh import SPLIT_AXES
 from ..sharding.placement import SUMMED_GRADIENT
 from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
-from .prices import ACCUMULATED_BYTES, Prices
+from .prices import Prices, accumulated_bytes
 from .problem import state_of
 from .step_collectives import REDUCED_AXES, HeldParameter, held_dims, held_shape, padded_bytes
 from .step_columns import SCALE, StepColumns
@@ -74,9 +74,12 @@ class StepParameters:
         shards = self._shards()
         accumulation: Linear = {}
         if mesh.microbatches > 1 and not (shards > 1 and stack.accumulation == "sharded"):
-            numel = self.total(parameters, lambda p: float(prod(p.shape)) if p.trainable else 0.0, master=False)
-            per_item = ACCUMULATED_BYTES[stack.gradient_dtype] / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
-            accumulation = scaled(numel, per_item * SCALE)
+            traffic = self.total(
+                parameters,
+                lambda p: float(prod(p.shape) * accumulated_bytes(p.dtype, stack)) if p.trainable else 0.0,
+                master=False,
+            )
+            accumulation = scaled(traffic, SCALE / (gpu.hbm_bytes_per_second * gpu.hbm_fraction))
         once: Linear = {}
         if self.zero is None:
             pass  # some stage may hide what others show

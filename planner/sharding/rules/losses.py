@@ -112,8 +112,10 @@ def _class_collectives(
 def _cross_entropy_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     """Log-softmax, then a choice of one class a sample; backward the gradients of both."""
     x = operands[0]
-    backward = Pass(flops=5 * x.numel, bytes=4 * x.num_bytes, kernels=2) if x.requires_grad else Pass()
-    forward = Pass(flops=5 * x.numel, bytes=2 * x.num_bytes + operands[1].num_bytes, kernels=2)
+    forward = Pass(flops=5 * x.numel, bytes=2 * x.num_bytes + operands[1].num_bytes, kernels=2, transcendentals=x.numel)
+    backward = Pass()
+    if x.requires_grad:
+        backward = Pass(flops=5 * x.numel, bytes=4 * x.num_bytes, kernels=2, transcendentals=x.numel)
     return Work(forward=forward, backward=backward, dtype=x.dtype)
 
 

@@ -5,6 +5,8 @@ Linear ones pass partial sums: jointly in all operands (add), in one of two fact
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ....cost_models.work import Pass, Work
@@ -49,6 +51,14 @@ KEEPS_NOTHING = frozenset(
     + ("aten.sign.default",)
 )
 KEEPS_CONDITION = frozenset(("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"))
+
+# Exponentials, logarithms and the like per element, forward and backward, where a kernel computes any.
+TRANSCENDENTALS = {
+    "gelu": (1, 2), "silu": (1, 1), "sigmoid": (1, 0), "tanh": (1, 0), "exp": (1, 0), "exp2": (1, 0), "expm1": (1, 0),
+    "log": (1, 0), "log2": (1, 0), "log10": (1, 0), "log1p": (1, 0), "erf": (1, 1), "sin": (1, 1), "cos": (1, 1),
+    "tan": (1, 0), "pow": (1, 1), "float_power": (1, 1), "softplus": (2, 1), "log_sigmoid": (2, 1), "mish": (2, 2),
+    "elu": (1, 0), "celu": (1, 1), "selu": (1, 0), "logit": (1, 0), "xlogy": (1, 1),
+}  # fmt: skip
 
 
 def pointwise_options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
@@ -117,6 +127,17 @@ def _free(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     return Work(dtype=outputs[0].dtype)
 
 
+def _transcendental_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
+    work = pointwise_work(node, operands, outputs)
+    ahead, back = TRANSCENDENTALS[node.op.split(".")[1]]
+    numel = outputs[0].numel
+    return replace(
+        work,
+        forward=replace(work.forward, transcendentals=ahead * numel),
+        backward=replace(work.backward, transcendentals=back * numel) if work.backward.kernels else work.backward,
+    )
+
+
 def _saves_first_two(node: Node) -> Saved:
     return Saved(operands=tuple(i for i in (0, 1) if i < len(node.operands)))
 
@@ -142,6 +163,8 @@ def _rule(op: str) -> OpRule:
         work = _product_work
     elif op in ("aten.detach.default", "aten.alias.default"):
         work = _free
+    elif op.split(".")[1] in TRANSCENDENTALS:
+        work = _transcendental_work
     if op in KEEPS_OUTPUT:
         saved = saves_output
     elif op in KEEPS_NOTHING:

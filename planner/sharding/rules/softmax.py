@@ -58,7 +58,7 @@ def _collectives(
 def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     x, y = operands[0], outputs[0]
     backward = Pass(flops=4 * y.numel, bytes=2 * y.num_bytes + x.num_bytes, kernels=1) if x.requires_grad else Pass()
-    forward = Pass(flops=5 * y.numel, bytes=x.num_bytes + y.num_bytes, kernels=1)
+    forward = Pass(flops=5 * y.numel, bytes=x.num_bytes + y.num_bytes, kernels=1, transcendentals=y.numel)
     return Work(forward=forward, backward=backward, dtype=y.dtype)
 
 
