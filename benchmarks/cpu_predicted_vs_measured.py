@@ -2,10 +2,12 @@
 
     python benchmarks/cpu_predicted_vs_measured.py [--rounds 9] [--cluster my.toml] [--only mlp,gpt] [--json]
 
-Every model is planned for two ranks under the strategies of cpu_steps/strategies.py and as the planner would choose
-by itself. Steps of all strategies are run in turns, so that a slow spell of the machine meets all of them; the table has
-their medians with the middle half of the runs. Exit code 5 where a rank correlation is below --least-spearman, or where
-the strategy predicted to be the fastest is slower than the fastest measured by more than its spread and by more than 5%.
+Every model is planned for two ranks under the strategies of cpu_steps/strategies.py and as the planner would choose by
+itself. Steps of all strategies are run in turns, so that a slow spell of the machine meets all of them; the table has
+their medians with the middle half of the runs, and what the busiest rank used of its core: where that is far below the
+wall clock, other processes had the machine and the comparison says little. Exit code 5 where a rank correlation is
+below --least-spearman, or where the strategy predicted to be the fastest is slower than the fastest measured by more
+than its spread and by more than 5%.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from math import isfinite
@@ -96,6 +96,26 @@ def progress(*, is_quiet: bool) -> Iterator[Progress]:
             yield lambda message: status.update(message)
     else:
         yield _SparseLines()
+
+
+@contextmanager
+def progress_bar(title: str, *, is_quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Called with (steps done, of how many, the next): a bar where stderr is a terminal, else a line now and then."""
+    if is_quiet:
+        yield lambda done, total, what: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+            task = bar.add_task(title, total=None)
+            yield lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=f"{title}: {what}"
+            )
+    else:
+        say = _SparseLines()
+        yield lambda done, total, what: say(f"{title} {done}/{total}: {what}")
 
 
 class _SparseLines:

@@ -41,7 +41,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What is pinned; placements are left to the search. `mesh`: the axis of both ranks, "" leaves all to the search."""
+    """What is pinned; placements are left to the search. `mesh`: the axis of both ranks, "" to pin nothing."""
 
     mesh: str
     microbatches: int = 1

@@ -1,4 +1,4 @@
-"""autopar hardware: the catalogue of GPUs and clusters."""
+"""autopar hardware: the catalogue of GPUs and clusters, and this machine beside it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ...planner.errors import AutoparError
 from ...planner.tables import Table
 from ..console import print_json, print_result, print_table
 from ..options import GpusPerNode, HbmGib, IntraNode, NicGbit, NicsPerNode, given_overrides
+from .hardware_profile import profile
 
-app = typer.Typer(help="List and show GPUs and clusters.", no_args_is_help=True)
+app = typer.Typer(help="List, show and measure GPUs and clusters.", no_args_is_help=True)
+app.command("profile")(profile)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...cost_models.hardware import AttentionCurve, GemmCurve, Gpu
 from ...cost_models.hardware.curve import Curve
@@ -25,6 +26,13 @@ class Document:
     source: str
     tables: Mapping[str, Mapping[str, object]]
 
+    def values(self) -> dict[str, dict[str, object]]:
+        """Table path -> key -> plain value, for JSON."""
+        return {
+            path: {key: value[0] if isinstance(value, Sourced) else value for key, value in table.items()}
+            for path, table in self.tables.items()
+        }
+
     def text(self) -> str:
         """As TOML."""
         lines = [f"description = {json.dumps(self.description)}"]
@@ -40,8 +48,11 @@ class Document:
         return "\n".join(lines) + "\n"
 
 
-class Sourced(tuple[object, str]):
+class Sourced(NamedTuple):
     """A number that has a source of its own."""
+
+    value: object
+    source: str
 
 
 def _number(value: object) -> str:
@@ -65,7 +76,7 @@ def describe(found: Measurements, *, source: str) -> Document:
     start = min(time.seconds for time in found.products[first])
     start = min(start, launches.host_seconds) if is_cpu else min(start, 2 * launches.device_seconds)
     peak, curve = fit_products(blank, found.products[first], first, start_seconds=start, tiled=not is_cpu)
-    fitted = _with_gemm(blank, curve)
+    fitted = replace(blank, gemm=curve)
     rates = {first: peak}
     for dtype, times in found.products.items():
         if dtype != first:
@@ -117,12 +128,6 @@ def _blank(found: Measurements, bandwidth: float) -> Gpu:
     )  # fmt: skip
 
 
-def _with_gemm(gpu: Gpu, curve: GemmCurve) -> Gpu:
-    from dataclasses import replace
-
-    return replace(gpu, gemm=curve)
-
-
 def _gpu(found: Measurements, bandwidth: float) -> dict[str, object]:
     launches = found.launches
     is_cpu = found.device == "cpu"
@@ -130,10 +135,10 @@ def _gpu(found: Measurements, bandwidth: float) -> dict[str, object]:
         "description": f"{found.device_name}, one rank" + (" with one thread" if is_cpu else ""),
         "hbm_gib": found.memory.num_bytes / GIB,
         "hbm_gb_per_second": bandwidth / GB,
-        "hbm_fraction": Sourced((1.0, "the rate is what operations reached")),
+        "hbm_fraction": Sourced(1.0, "the rate is what operations reached"),
         "sm_count": found.sm_count,
         "sustained_fraction": found.sustained_fraction,
-        "launch_microseconds": Sourced((0, "host and device are the same thread: kernel_microseconds has it"))
+        "launch_microseconds": Sourced(0, "host and device are the same thread: kernel_microseconds has it")
         if is_cpu
         else launches.host_seconds / MICROSECOND,
         "kernel_microseconds": launches.device_seconds / MICROSECOND,
@@ -207,8 +212,8 @@ def _host(found: Measurements) -> dict[str, object]:
 def _links(found: Measurements, bandwidth: float) -> dict[str, Mapping[str, object]]:
     kind = "host" if found.device == "cpu" else "switch"
     if not found.messages:
-        nothing = Sourced((0, _ALONE))
-        rate = Sourced((bandwidth / GB, _ALONE))
+        nothing = Sourced(0, _ALONE)
+        rate = Sourced(bandwidth / GB, _ALONE)
         link: dict[str, object] = {
             "kind": kind, "bus_gb_per_second": rate, "send_gb_per_second": rate, "latency_microseconds": nothing,
             "latency_per_rank_microseconds": nothing, "ramp_microseconds": nothing,
@@ -221,7 +226,7 @@ def _links(found: Measurements, bandwidth: float) -> dict[str, Mapping[str, obje
         "send_gb_per_second": fitted.send_bytes_per_second / GB,
         "latency_microseconds": fitted.latency_seconds / MICROSECOND,
         "latency_per_rank_microseconds": fitted.latency_per_rank_seconds / MICROSECOND,
-        "ramp_microseconds": Sourced((0, "the measured curves have it")),
+        "ramp_microseconds": Sourced(0, "the measured curves have it"),
     }
     if found.hidden_fraction is not None:
         link["hidden_fraction"] = found.hidden_fraction

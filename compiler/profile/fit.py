@@ -12,7 +12,8 @@ from ...cost_models.work import Gemm
 from .kernels import AttentionTime, ProductTime
 from .messages import MessageTime
 
-_ROUNDS = 40
+_LARGEST_TILE_PENALTY = 0.5
+_ROUNDS = 60
 _SHRINK = 0.6
 _BACKWARD_LIMIT = 1.5  # of AttentionCurve.backward_fraction
 
@@ -52,18 +53,17 @@ def _log_error(pairs: Sequence[tuple[float, float]]) -> float:
 def fit_products(
     gpu: Gpu, times: Sequence[ProductTime], dtype: str, *, start_seconds: float, tiled: bool
 ) -> tuple[float, GemmCurve]:
-    """(peak flops per second, curve) of one dtype. `gpu` gives what is not fitted."""
+    """(flops per second of an endless product, curve) of one dtype. `gpu` gives what is not fitted."""
     peak = max(2 * time.m * time.n * time.k / time.seconds for time in times)
 
     def curve(numbers: Sequence[float]) -> tuple[float, GemmCurve]:
         if tiled:
             rate, k_overhead, penalty = numbers
-            fraction = min(1.0, rate / peak)
-            return peak, GemmCurve(
-                rate_fraction=fraction,
+            return rate, GemmCurve(
+                rate_fraction=1.0,
                 start_seconds=start_seconds,
                 k_overhead=k_overhead,
-                tile_penalty=min(penalty, 0.09),
+                tile_penalty=min(penalty, _LARGEST_TILE_PENALTY),
             )
         rate, m, n, k = numbers
         return rate, GemmCurve(

@@ -42,7 +42,7 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTime:
-    """Causal attention with `keys` keys and queries in one direction: flops and bytes as the rule of attention counts."""
+    """Causal attention with `keys` keys and queries in one direction: flops as the rule of attention counts them."""
 
     keys: int
     flops: int

@@ -1,4 +1,4 @@
-"""Measures PyTorch's own machinery on the host: DTensor parameters, optimizers, clipping, checkpointing, FSDP2, pipelines.
+"""Measures PyTorch's own machinery: DTensor parameters, optimizers, clipping, checkpointing, FSDP2, pipelines.
 
 What is measured is what emitted code does, on tensors so small that kernels and messages hardly count.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def measure_messages(device: str, ranks: int, size: int) -> tuple[MessageTime, .
     return tuple(found)
 
 
-def _message(op: str, num_bytes: int, size: int, device: str, group: object) -> Callable[[], object]:
+def _message(op: str, num_bytes: int, size: int, device: str, group: Any) -> Callable[[], object]:
     count = max(num_bytes // 4 // size, 1) * size
     whole = torch.zeros(count, device=device)
     part = torch.zeros(count // size, device=device)
@@ -79,7 +80,7 @@ def _message(op: str, num_bytes: int, size: int, device: str, group: object) -> 
     return there_and_back
 
 
-def _seconds(watch: Stopwatch, run: Callable[[], object], num_bytes: int, group: object) -> float:
+def _seconds(watch: Stopwatch, run: Callable[[], object], num_bytes: int, group: Any) -> float:
     """Wall seconds on this rank, the lower quartile of many; a send is half of there and back."""
     times: list[float] = []
     for attempt in range(42 if num_bytes <= _LARGEST_QUICK else 14):

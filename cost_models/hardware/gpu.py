@@ -58,8 +58,8 @@ class Gpu:
     libraries and allocator. Compared and hashed by identity.
 
     Measured on the device where it was profiled, else None or 0: `streaming`, seconds of a memory-bound kernel by its
-    bytes, beside `kernel_seconds`; `transcendental_seconds` of one exponential, logarithm or the like; `host`; `updates`
-    by optimizer, and "clip".
+    bytes, beside `kernel_seconds`; `transcendental_seconds` of one exponential, logarithm or the like; `host`;
+    `updates` by optimizer, and "clip".
     """
 
     name: str

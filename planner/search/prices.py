@@ -46,7 +46,7 @@ def in_precision(graph: ModelGraph, precision: str) -> ModelGraph:
 
 
 def accumulated_bytes(dtype: str, stack: Stack) -> int:
-    """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or into float32 by way of a cast.
+    """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or cast into float32.
 
     Source: reads and writes of both forms counted by hand.
     """
