@@ -51,7 +51,9 @@ def _step_of(package: str, inputs: Any, batch_dims: Any) -> Any:
         for buffer in stage.buffers():
             buffer.fill_(0.5)
     stage.train()
-    optimizer = torch.optim.AdamW([{"params": list(stage.parameters())}], lr=1e-4, weight_decay=0.01)
+    # Under ZeRO-1 the optimizer has parts of the parameters.
+    updated = emitted.optimized(stage) if hasattr(emitted, "optimized") else stage
+    optimizer = torch.optim.AdamW([{"params": list(updated.parameters())}], lr=1e-4, weight_decay=0.01)
     if "dp" in mesh.mesh_dim_names:
         dp = mesh["dp"]
         inputs = {

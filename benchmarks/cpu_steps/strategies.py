@@ -63,6 +63,7 @@ class Strategy:
 STRATEGIES = (
     Strategy(mesh=""),
     Strategy(mesh="dp", zero=0),
+    Strategy(mesh="dp", zero=1),
     Strategy(mesh="dp", zero=2),
     Strategy(mesh="dp", zero=3),
     Strategy(mesh="dp", zero=0, microbatches=4),
