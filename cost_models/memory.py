@@ -81,12 +81,14 @@ def state_bytes(
     precision: str,
     largest_unit_bytes: int | None = None,
     frozen_bytes: int = 0,
+    shard_bytes: int | None = None,
 ) -> Memory:
     """Parameters, gradients, optimizer state and gather buffers of one rank.
 
     `parameter_bytes` are trained parameters as stored (float32), after tp and pp and before dp has split anything;
     `frozen_bytes` other parameters and buffers, held whole. `largest_unit_bytes`: stored bytes of the largest unit that
-    FSDP gathers at once (default: all of them).
+    FSDP gathers at once (default: all of them). `shard_bytes`: the largest part of the trained parameters that dp
+    leaves (default: an even one).
 
     Raises:
         ValueError: a ZeRO stage or precision that does not exist.
@@ -103,7 +105,7 @@ def state_bytes(
     def computed(num_bytes: int) -> int:
         return num_bytes * COMPUTE_BYTES[precision] // _STORED_BYTES
 
-    part = ceil(parameter_bytes / dp)
+    part = ceil(parameter_bytes / dp) if shard_bytes is None else shard_bytes
     is_split = zero >= 2 and dp > 1
     stored = part if is_split else parameter_bytes
     copies, gathered = (computed(parameter_bytes) if is_mixed else 0), 0

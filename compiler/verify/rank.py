@@ -72,7 +72,7 @@ def run_rank(job: RankJob) -> RankResult:
 
 
 @contextmanager
-def _imported(package: Path) -> Iterator[Any]:
+def imported(package: Path) -> Iterator[Any]:
     """The emitted sharded_model; it imports its neighbours by their bare names."""
     sys.path.insert(0, str(package))
     try:
@@ -84,13 +84,13 @@ def _imported(package: Path) -> Iterator[Any]:
 def _verify(job: RankJob) -> RankResult:
     os.environ.setdefault("LOCAL_RANK", str(job.rank))
     wanted = Reference.load(Path(job.reference))
-    with _imported(Path(job.package)) as emitted:
+    with imported(Path(job.package)) as emitted:
         mesh = emitted.build_mesh("cpu")
         stage = emitted.build_stage(mesh, torch.device("cpu"))
         stage.train()
         optimized = emitted.optimized(stage) if hasattr(emitted, "optimized") else stage
         emitted.load_full_state_dict(stage, wanted.state)
-        inputs = _share(wanted.inputs, job.batch_dims, mesh)
+        inputs = share(wanted.inputs, job.batch_dims, mesh)
         compare = _Comparison(job.rank, job.tolerance)
         start = _snapshot(optimized)
         with dropout_off() if job.is_random else nullcontext():
@@ -130,7 +130,7 @@ def _verify(job: RankJob) -> RankResult:
     )
 
 
-def _share(
+def share(
     inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int | None], mesh: Any
 ) -> dict[str, torch.Tensor]:
     """The samples of this rank's data-parallel share."""

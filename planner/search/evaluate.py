@@ -191,7 +191,7 @@ class Evaluator:
         return (
             cost,
             self._stage_memory.without_activations(units, held, stored, zero),
-            sum(unit.saved_bytes for unit in units),
+            self._units.stage_saved_bytes(first, last, recompute=recompute),
         )
 
     def send_seconds(self, boundary: int, edge: int) -> float:

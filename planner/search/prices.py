@@ -20,7 +20,7 @@ from ..sharding.mesh import Axis, Mesh
 from ..sharding.placement import SUMMED_GRADIENT, can_split
 from ..sharding.redistribute import Change, CollectiveUse, changes
 from ..sharding.rules import rule_of
-from ..sharding.rules.registry import Saved, pointwise_work, saved_of
+from ..sharding.rules.registry import Call, Saved, pointwise_work, saved_of
 from .problem import Labels, State
 from .shared import Shared
 
@@ -68,6 +68,11 @@ class Prices:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", self.mesh.axes)
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels run: "cpu" or "cuda"."""
+        return "cpu" if self.cluster.gpu.is_host else "cuda"
 
     # --- building blocks ---
 
@@ -195,9 +200,18 @@ def local_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[Ten
     return (pointwise_work if rule is None else rule.work)(node, operands, outputs)
 
 
-def saved_on_device(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> Saved:
-    """What autograd keeps of a local operation: by its local results, and by which operands have a gradient."""
-    return saved_of(replace(node, outputs=tuple(outputs)), operands)
+def saved_on_device(
+    node: Node,
+    operands: Sequence[TensorType],
+    outputs: Sequence[TensorType],
+    call: Call | None = None,
+    kernels: str = "cuda",
+) -> Saved:
+    """What autograd keeps of a local operation: by its local results, and by which operands have a gradient.
+
+    `call` and `kernels`: as in `saved_of`.
+    """
+    return saved_of(replace(node, outputs=tuple(outputs)), operands, call, kernels)
 
 
 def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:

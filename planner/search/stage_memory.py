@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
 from .parameter_seconds import bytes_by_group
 from .prices import Prices
-from .step_collectives import HeldParameter, parameter_bytes
+from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
 from .unit_costs import UnitCost
 
 
@@ -39,6 +39,7 @@ class StageMemory:
             optimizer=self.optimizer,
             precision=self.precision,
             largest_unit_bytes=max(bytes_by_group(stored, 1).values(), default=0),
+            shard_bytes=self._shard_bytes(stored) if zero >= 2 else None,
             frozen_bytes=frozen,
         )
         memory = self._as_kept(memory)
@@ -53,6 +54,13 @@ class StageMemory:
                 whole += sum(bytes_by_group([p for p in held if p.trainable], dp).values())
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=max((unit.working_bytes for unit in units), default=0))
+
+    def _shard_bytes(self, stored: Sequence[HeldParameter]) -> int | None:
+        """What FSDP2 leaves of trained parameters on the fullest rank, each cut by itself; flat buffers are even."""
+        dp = self.prices.mesh.dp
+        if self.prices.stack.fsdp == "flat":
+            return None
+        return sum(padded_bytes(parameter, dp) for parameter in stored if parameter.trainable) // dp
 
     def with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
         """Bytes by component, with what `in_flight` microbatches keep and the overhead."""

@@ -10,6 +10,7 @@ For templates t, values g that consumers k ask for, values v that operations n k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class StepUnits:
         back, returned = pass_cost(1, operations, every)
         forward = sum_of([(ahead, 1.0), (sent, 1.0)])
         backward = sum_of([(back, 1.0), (returned, 1.0)])
-        kept = self._kept(t, operations)
+        kept = self._kept(t, operations, without=self._shared_inputs(t, recompute=False))
         results = [self._results_bytes(t, node.name) for node in operations]
         temporary = results
         if recompute != "none":
@@ -85,8 +86,9 @@ class StepUnits:
             ahead, sent = pass_cost(0, nodes, repeated, keeps_results=recompute == "selective")
             backward = sum_of([(backward, 1.0), (ahead, 1.0), (sent, 1.0)])
             if recompute == "full":
+                kept = self._kept(t, operations)
                 temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
-            kept = self._inputs_bytes(t)
+            kept = self._inputs_bytes(t, without=self._shared_inputs(t, recompute=True))
             if recompute == "selective":
                 add(kept, self._products_bytes(t, operations))
         column = self.columns.column("M")
@@ -196,7 +198,40 @@ class StepUnits:
             node = template.by_name[ref.node]
         return ref
 
-    def _kept(self, t: int, operations: Sequence[Node]) -> Linear:
+    def _shared_inputs(self, t: int, *, recompute: bool) -> frozenset[str]:
+        """Inputs whose memory another unit may keep as well: several read it, or its maker keeps it (or passes it on).
+
+        A stage counts such memory once, so that it is no part of every unit's bytes.
+        """
+        graph = self.space.graph
+        reads = Counter(value for unit in graph.units for value in unit.inputs)
+        found: set[str] = set()
+        for unit in graph.units[1:]:
+            if unit.template != t:
+                continue
+            for node, value in zip(graph.templates[t].of_kind(Kind.INPUT), unit.inputs, strict=True):
+                if not node.output.requires_grad:
+                    continue
+                maker = graph.units[value.unit].template
+                root = self._root(maker, graph.templates[maker].outputs[value.output])
+                source = graph.templates[maker].by_name[root.node]
+                passes_on = source.kind is Kind.INPUT or bool(kept_kernels(source.op))
+                if reads[value] > 1 or passes_on or (not recompute and root in self._keepable(maker)):
+                    found.add(node.name)
+        return frozenset(found)
+
+    def _keepable(self, t: int) -> frozenset[Ref]:
+        """Memory that some choice of a template keeps."""
+        names = (node.name for node in self.space.graph.templates[t].nodes if node.kind is Kind.OP)
+        vertices = {name: self.columns.vertex[t, name] for name in names}
+        return frozenset(
+            self._root(t, ref)
+            for name, n in vertices.items()
+            for k in self.columns.alive[n]
+            for ref, _ in self._use(t, name)(self.built.problem.choices[n][k]).kept
+        )
+
+    def _kept(self, t: int, operations: Sequence[Node], without: frozenset[str] = frozenset()) -> Linear:
         """Bytes that autograd keeps: every value once, however many keep it."""
         template = self.space.graph.templates[t]
         by_root: dict[Ref, list[Linear]] = {}
@@ -207,6 +242,8 @@ class StepUnits:
             refs = {ref for k in self.columns.alive[n] for ref, _ in use(self.built.problem.choices[n][k]).kept}
             for ref in sorted(refs, key=lambda ref: (ref.node, ref.index)):
                 root = self._root(t, ref)
+                if root.node in without:
+                    continue
                 kind = template.by_name[root.node].kind
                 if kind is not Kind.OP and not (kind is Kind.INPUT and template.type_of(root).requires_grad):
                     continue
@@ -232,11 +269,11 @@ class StepUnits:
                 )
         return found
 
-    def _inputs_bytes(self, t: int) -> Linear:
+    def _inputs_bytes(self, t: int, without: frozenset[str]) -> Linear:
         template = self.space.graph.templates[t]
         found: Linear = {}
         for node in template.of_kind(Kind.INPUT):
-            if node.output.requires_grad:
+            if node.output.requires_grad and node.name not in without:
                 add(
                     found,
                     self.columns.chosen(

@@ -15,7 +15,7 @@ from ..capture.graph import Kind, Node, Ref, TensorType
 from ..sharding.mesh import Axis
 from ..sharding.placement import Layout, can_split
 from ..sharding.redistribute import changes
-from ..sharding.rules import rule_of
+from ..sharding.rules import Call, rule_of
 from .assignment import Choice
 from .kernels import kept_by_kernels, stack_work
 from .prices import Prices, saved_on_device
@@ -74,7 +74,8 @@ class Uses:
         kept: list[tuple[Ref, int]] = []
         extra = 0
         if any(value.requires_grad for value in outputs):
-            saved = saved_on_device(node, operands, outputs)
+            call = self._call(node, labels, outputs)
+            saved = saved_on_device(node, operands, outputs, call, self.prices.kernels)
             extra = saved.extra_bytes + kept_by_kernels(node, operands, stack)
             kept += [(node.operands[i], operands[i].num_bytes) for i in saved.operands]
             kept += [(Ref(node.name, i), outputs[i].num_bytes) for i in saved.outputs]
@@ -91,6 +92,13 @@ class Uses:
             is_view=not whole.forward.kernels and not whole.forward.bytes,
         )
         return 0.0, 0.0
+
+    def _call(self, node: Node, labels: Labels, outputs: Sequence[TensorType]) -> Call | None:
+        rule, axes = rule_of(node.op), self.prices.axes
+        if rule is None:
+            return None
+        sizes = {axis.name: axis.size for axis in axes}
+        return rule.localise(node, {a.name: label for a, label in zip(axes, labels, strict=True)}, outputs, sizes)
 
     def _least(self, template: int, node: Node, work: Work) -> Work:
         """The work where all is fused that a stack may fuse."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from ...cost_models.compute import device_seconds, host_seconds
-from ...cost_models.work import Work
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
-from ..sharding.placement import local_type
-from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram
 from ..sharding.redistribute import Change
-from ..sharding.rules import kept_kernels, saved_of
+from ..sharding.rules import kept_kernels
 from .host_seconds import conversion_host, operation_host, parameters_host
-from .kernels import kept_by_kernels, stack_work, stack_works
+from .kept import Kept, KeptTemplate, stage_bytes
+from .kernels import stack_work, stack_works
 from .prices import Prices, saved_on_device
+from .storages import shares_memory
 
 # What is run again before its backward: nothing, all of each block but products and attention, or every block. Then
 # what published software does: every second block, most blocks, the attention kernel of each block, or all but
@@ -57,12 +57,16 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """A unit in one microbatch. `saved_bytes` is kept until its backward; `working_bytes` lives only while it runs."""
+    """A unit in one microbatch. `kept` lives until its backward; `working_bytes` lives only while it runs."""
 
     forward: Seconds
     backward: Seconds
-    saved_bytes: int
+    kept: Kept
     working_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.kept.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ class UnitCosts:
     program: ModelProgram
     prices: Prices
     keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
-    _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, int]] = field(default_factory=dict, init=False)
+    _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, bool]] = field(default_factory=dict, init=False)
     _units: dict[tuple[object, ...], UnitCost] = field(default_factory=dict, init=False)
 
     @property
@@ -116,12 +120,21 @@ class UnitCosts:
         key = (unit.template, policy, sources)
         if key not in self._units:
             cost = self.template(unit.template, recompute=policy)
-            forward, backward, kept = cost.forward, cost.backward, 0
+            forward, backward = cost.forward, cost.backward
             for position in range(len(unit.inputs)):
-                ahead, back, size = self._edge(index, position)
-                forward, backward, kept = forward + ahead, backward + back, kept + size
-            self._units[key] = replace(cost, forward=forward, backward=backward, saved_bytes=cost.saved_bytes + kept)
+                ahead, back, _ = self._edge(index, position)
+                forward, backward = forward + ahead, backward + back
+            self._units[key] = replace(cost, forward=forward, backward=backward)
         return self._units[key]
+
+    def stage_saved_bytes(self, first: int, last: int, *, recompute: bool | str) -> int:
+        """What autograd keeps of one microbatch of units [first, last)."""
+        return stage_bytes(
+            self.program,
+            range(max(first, 1), last),
+            lambda index: self.unit(index, recompute=recompute).kept,
+            lambda index, position: self._edge(index, position)[2],
+        )
 
     def _policy(self, index: int, recompute: bool | str) -> str:
         policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
@@ -132,15 +145,15 @@ class UnitCosts:
         runs_again = before % 2 == 0 if policy == _ALTERNATE else before % _MOST_OF != _MOST_OF - 1
         return _FULL if runs_again else _NONE
 
-    def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, int]:
-        """Conversions at an input; the bytes of what they made are counted by the unit that keeps its input."""
+    def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, bool]:
+        """Conversions at an input, and whether they leave its memory as it is; what they made is kept by the unit."""
         unit = self.graph.units[index]
         value = unit.inputs[position]
         key = (self.graph.units[value.unit].template, value.output, unit.template, position)
         if key not in self._edges:
             steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
             forward, backward = self.changes_seconds(steps)
-            self._edges[key] = forward, backward, 0
+            self._edges[key] = forward, backward, all(map(shares_memory, steps))
         return self._edges[key]
 
     def changes_seconds(self, steps: Sequence[Change]) -> tuple[Seconds, Seconds]:
@@ -185,24 +198,19 @@ class UnitCosts:
         # Parameters, the last entry, are read again with whatever is run again.
         forward = _total([step for step, runs in zip(steps, [*again, True], strict=True) if runs], forward=True)
         forward += Seconds(compute=self.prices.cluster.gpu.host.checkpoint_seconds)
-        if policy in (_FULL, _SELECTIVE):
-            kept = sum(
-                local_type(lowered.template.type_of(made.ref), made.layout, self.mesh.axes).num_bytes
-                for made in lowered.inputs
-                if lowered.template.type_of(made.ref).requires_grad
-            )
+        of_template = KeptTemplate(lowered, self.prices)
+        if policy == _FULL:
+            kept = of_template.inputs()
             working = plain.working_bytes + plain.saved_bytes
-            if policy == _SELECTIVE:
-                results = [step for step in lowered.steps if keeps_result(step)]
-                kept += sum(_result_bytes(step) for step in results)
-                # What autograd keeps of these results is there already when the rest is computed again.
-                working = plain.working_bytes + self._kept(lowered, there=results)[0]
+        elif policy == _SELECTIVE:
+            results = [step for step in lowered.steps if keeps_result(step)]
+            kept = of_template.inputs(results)
+            # What autograd keeps of these results is there already when the rest is computed again.
+            working = plain.working_bytes + of_template.kept(there=results).num_bytes
         else:
-            kept, _ = self._kept(lowered, without=again)
-            working = plain.working_bytes + plain.saved_bytes - kept
-        return UnitCost(
-            forward=plain.forward, backward=plain.backward + forward, saved_bytes=kept, working_bytes=working
-        )
+            kept = of_template.kept(without=again)
+            working = plain.working_bytes + plain.saved_bytes - kept.num_bytes
+        return UnitCost(forward=plain.forward, backward=plain.backward + forward, kept=kept, working_bytes=working)
 
     def _again(self, lowered: TemplateProgram, policy: str) -> list[bool]:
         """Which steps of a template run again."""
@@ -224,7 +232,7 @@ class UnitCosts:
             last = 0
             for index, step in enumerate(lowered.steps):
                 if isinstance(step, Compute) and any(value.requires_grad for value in step.outputs):
-                    saved = saved_on_device(step.node, step.operand_types, step.outputs)
+                    saved = saved_on_device(step.node, step.operand_types, step.outputs, step.call, self.prices.kernels)
                     # An operand is kept before the operation runs, a result after it.
                     if saved.outputs or saved.extra_bytes:
                         last = index + 1
@@ -271,71 +279,23 @@ class UnitCosts:
         return [*found, reads]
 
     def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
-        saved, working = self._kept(lowered)
         return UnitCost(
             forward=_total(steps, forward=True),
             backward=_total(steps, forward=False),
-            saved_bytes=saved,
-            working_bytes=working,
+            kept=KeptTemplate(lowered, self.prices).kept(),
+            working_bytes=self._working_bytes(lowered),
         )
 
-    def _work(self, step: Compute) -> Work:
-        return stack_work(step.node, step.operand_types, step.outputs, self.prices.stack)
-
-    def _kept(
-        self, lowered: TemplateProgram, without: Sequence[bool] = (), there: Sequence[Compute] = ()
-    ) -> tuple[int, int]:
-        """Bytes that autograd keeps of one unit, every tensor once (views are their base), and the largest result.
-
-        `without`: steps that keep nothing; `there`: steps whose results and extra bytes are there already.
-        """
-        template = lowered.template
-        base: dict[Var, Var] = {}
-        sizes: dict[Var, int] = {}
-        parts: dict[Var, int] = {}
-        extra = 0
-        largest = 0
-        held = {made for made in lowered.tensors}
-        held.update(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)
-        held.update(made for step in there for made in step.results)
-        done = {id(step) for step in there}
-        for index, step in enumerate(lowered.steps):
-            if isinstance(step, Convert):
-                gathers = step.change.conversion.forward == "all_gather"
-                if gathers and self.prices.stack.gathered_inputs == "gathered again":
-                    base[step.target] = base.get(step.source, step.source)
-                    parts[base[step.target]] = step.change.before.num_bytes
-                continue
-            work = self._work(step)
-            for result, value in zip(step.results, step.outputs, strict=True):
-                largest = max(largest, value.num_bytes)
-                if step.operands and not work.forward.kernels and not work.forward.bytes:
-                    base[result] = base.get(step.operands[0], step.operands[0])
-            if not any(value.requires_grad for value in step.outputs):
-                continue
-            if without and without[index]:
-                continue
-            saved = saved_on_device(step.node, step.operand_types, step.outputs)
-            if id(step) not in done:
-                extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
-            kept = [(step.operands[i], step.operand_types[i].num_bytes) for i in saved.operands]
-            kept += [(step.results[i], step.outputs[i].num_bytes) for i in saved.outputs]
-            for made, size in kept:
-                root = base.get(made, made)
-                if root not in held:
-                    sizes[root] = max(sizes.get(root, 0), min(size, parts.get(root, size)))
-        return sum(sizes.values()) + extra, 2 * largest
+    @staticmethod
+    def _working_bytes(lowered: TemplateProgram) -> int:
+        """The largest result and its gradient."""
+        results = (value.num_bytes for step in lowered.steps if isinstance(step, Compute) for value in step.outputs)
+        return 2 * max(results, default=0)
 
 
 def keeps_result(step: Compute | Convert) -> TypeGuard[Compute]:
     """Whether selective checkpointing keeps what a step makes: the result of a product, or of attention."""
     return isinstance(step, Compute) and bool(kept_kernels(step.node.op))
-
-
-def _result_bytes(step: Compute) -> int:
-    """Bytes of the kernel's results: the operation's, and statistics such as the log-sum-exp of attention."""
-    statistics = saved_of(replace(step.node, outputs=step.outputs), step.operand_types).extra_bytes
-    return sum(value.num_bytes for value in step.outputs) + statistics
 
 
 def _on_axis(axis: str, seconds: float) -> Seconds:

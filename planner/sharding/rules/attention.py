@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ....cost_models.work import FLOPS_PER_MULTIPLY_ADD, Pass, Work
-from ...capture.graph import Arg, Node, TensorType
+from ...capture.graph import ITEM_BYTES, Arg, Node, TensorType
 from ..placement import split
 from .factors import run_option
 from .registry import AxisRef, Call, Labels, LocalTypes, OpRule, Option, Saved, register
@@ -22,6 +22,7 @@ SCHEMA: Mapping[str, Arg] = {
 }  # fmt: skip
 # A fused backward runs five products where the forward runs two.
 BACKWARD_FACTOR = 2.5
+_KERNEL_RANK = 4  # batch, heads, positions, features: what fused kernels take
 
 
 def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
@@ -121,12 +122,38 @@ def _saved(node: Node) -> Saved:
     return Saved(operands=tuple(range(len(node.operands))), outputs=(0,), extra_bytes=4 * rows)
 
 
+def _cpu_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """One kernel keeps what the CUDA kernels do; without one, the products and the softmax between them are apart."""
+    given = arguments(node, SCHEMA)
+    query, key, value = operands[:3]
+    rows, item = query.numel // query.shape[-1], ITEM_BYTES[query.dtype]
+    scores = rows * key.shape[-2]
+    is_drawn = given["dropout_p"] != 0.0
+    mask = operands[3] if has_tensor(given["attn_mask"]) else None
+    has_one_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    is_one_kernel = len(query.shape) == _KERNEL_RANK and has_one_size and not is_drawn
+    if is_one_kernel and not (mask is not None and mask.requires_grad):
+        extra = ITEM_BYTES["float32"] * rows
+        if call.target == "causal_attention_rows":  # the last rank sees all keys, by a mask
+            extra += item * query.shape[-2] * key.shape[-2]
+        if mask is not None and mask.dtype == "bool":
+            return Saved(operands=(0, 1, 2), outputs=(0,), extra_bytes=extra + item * mask.numel)
+        return Saved(operands=tuple(range(len(operands))), outputs=(0,), extra_bytes=extra)
+    # Scaled queries and keys, the softmax and, where it drops, factors and results; keys and values of every head.
+    repeats = query.shape[-3] // key.shape[-3] if len(query.shape) > _KERNEL_RANK - 1 else 1
+    extra = query.num_bytes + repeats * key.num_bytes + item * scores * (3 if is_drawn else 1)
+    if repeats > 1:
+        return Saved(extra_bytes=extra + repeats * value.num_bytes)
+    return Saved(operands=(2,), extra_bytes=extra, flattened=((2, 2),))
+
+
 register(
     OpRule(
         ops=("aten.scaled_dot_product_attention.default",),
         options=_options,
         work=_work,
         saved=_saved,
+        saved_by={"cpu": _cpu_saved},
         localise=_localise,
         kernels=_KERNELS,
     )

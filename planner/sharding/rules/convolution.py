@@ -12,7 +12,7 @@ from ..redistribute import CollectiveUse
 from .factors import factor_options, run_option, size_of
 from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
 from .schema import arguments, expanded, has_tensor, named_operands
-from .windows import Windows, halo_axes, halo_collectives, spatial_options
+from .windows import Windows, extended_bytes, halo_axes, halo_collectives, spatial_options
 
 SCHEMA: Mapping[str, Arg] = {
     "input": None, "weight": None, "bias": None, "stride": (1,), "padding": (0,), "dilation": (1,),
@@ -85,12 +85,18 @@ def _saved(node: Node) -> Saved:
     return Saved(operands=(0, 1))
 
 
+def _halo_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """The image with the rows of its neighbours."""
+    return Saved(operands=(1,), extra_bytes=extended_bytes(_windows(node, operands), operands[0], call.args[-1]))
+
+
 register(
     OpRule(
         ops=tuple(NUM_DIMS),
         options=_options,
         work=_work,
         saved=_saved,
+        saved_by={"convolution_halo": _halo_saved},
         collectives=_collectives,
         localise=_localise,
         kernels=("aten.convolution.default",),

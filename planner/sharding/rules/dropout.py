@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from ....cost_models.work import Pass, Work
-from ...capture.graph import Arg, Node
+from ...capture.graph import ITEM_BYTES, Arg, Node
 from .factors import factor_options, numbered_dims, partial_option
 from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
 from .schema import arguments, axes_of, seed_over
@@ -47,4 +48,23 @@ def _saved(node: Node) -> Saved:
     return Saved(outputs=(1,)) if len(node.outputs) > 1 else Saved(extra_bytes=node.output.numel)
 
 
-register(OpRule(ops=tuple(TARGETS), options=_options, work=_work, saved=_saved, localise=_localise, is_random=True))
+def _factors_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """Without a fused kernel the factors, in the dtype of the values; of whole channels one for each."""
+    x = operands[0]
+    if node.op.startswith("aten.native"):
+        return _saved(node)
+    kept = prod(x.shape[:2]) if node.op.startswith("aten.feature") else x.numel
+    return Saved(extra_bytes=kept * ITEM_BYTES[x.dtype])
+
+
+register(
+    OpRule(
+        ops=tuple(TARGETS),
+        options=_options,
+        work=_work,
+        saved=_saved,
+        saved_by={"cpu": _factors_saved},
+        localise=_localise,
+        is_random=True,
+    )
+)

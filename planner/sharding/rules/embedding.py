@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ....cost_models.work import Pass, Work
-from ...capture.graph import Node
+from ...capture.graph import ITEM_BYTES, Node
 from ..placement import PARTIAL, SUMMED_GRADIENT, split
 from .factors import factor_options
 from .registry import AxisRef, Call, Labels, LocalTypes, Operand, OpRule, Option, Saved, register, same_call
@@ -65,4 +65,19 @@ def _saved(node: Node) -> Saved:
     return Saved(operands=(1,))
 
 
-register(OpRule(ops=("aten.embedding.default",), options=_options, work=_work, saved=_saved, localise=_localise))
+def _rows_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """The positions in this rank's rows, and which of them are its own."""
+    ids = operands[1]
+    return Saved(extra_bytes=ids.num_bytes + ITEM_BYTES["bool"] * ids.numel)
+
+
+register(
+    OpRule(
+        ops=("aten.embedding.default",),
+        options=_options,
+        work=_work,
+        saved=_saved,
+        saved_by={"embedding_rows": _rows_saved},
+        localise=_localise,
+    )
+)

@@ -124,6 +124,31 @@ def _cross_entropy_saved(node: Node) -> Saved:
     return Saved(operands=(0, 1))
 
 
+def _cross_entropy_kept(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """Log-probabilities in place of the logits, the targets, and the weight that the sum is divided by."""
+    given = arguments(node, CROSS_ENTROPY)
+    x, target = operands[0], operands[1]
+    extra = x.num_bytes + ITEM_BYTES[x.dtype] * _has_class_numbers(operands)
+    if given["label_smoothing"]:
+        extra += ITEM_BYTES["bool"] * target.numel + ITEM_BYTES["int64"] * (given["reduction"] == MEAN)
+    return Saved(operands=tuple(range(1, len(operands))), extra_bytes=extra)
+
+
+def _split_kept(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """The logits as they are; of every sample its label here, whether it counts, and three numbers; class weights."""
+    x, target = operands[0], operands[1]
+    number = ITEM_BYTES["float64" if x.dtype == "float64" else "float32"]
+    classes = x.shape[min(1, len(x.shape) - 1)]
+    mean = number * (arguments(node, CROSS_ENTROPY)["reduction"] == MEAN)
+    extra = target.num_bytes + (ITEM_BYTES["bool"] + 3 * number) * target.numel + number * classes + mean
+    return Saved(operands=(0,), extra_bytes=extra)
+
+
+def _split_nll_kept(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """The labels are numbered anew."""
+    return Saved(operands=(0, *range(2, len(operands))), extra_bytes=operands[1].num_bytes + ITEM_BYTES["float32"])
+
+
 def _nll_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     x, target = operands[0], operands[1]
     backward = Pass(flops=target.numel, bytes=x.num_bytes + target.num_bytes, kernels=1) if x.requires_grad else Pass()
@@ -132,7 +157,7 @@ def _nll_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
 
 
 def _nll_saved(node: Node) -> Saved:
-    return Saved(operands=tuple(range(len(node.operands))))
+    return Saved(operands=tuple(range(len(node.operands))), extra_bytes=ITEM_BYTES["float32"])
 
 
 def _pointwise_options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
@@ -166,11 +191,21 @@ register(
         options=_class_options,
         work=_cross_entropy_work,
         saved=_cross_entropy_saved,
+        saved_by={"cpu": _cross_entropy_kept, "cuda": _cross_entropy_kept, "cross_entropy_split": _split_kept},
         collectives=_class_collectives,
         localise=_class_localise,
     )
 )
-register(OpRule(ops=NLL_OPS, options=_class_options, work=_nll_work, saved=_nll_saved, localise=_class_localise))
+register(
+    OpRule(
+        ops=NLL_OPS,
+        options=_class_options,
+        work=_nll_work,
+        saved=_nll_saved,
+        saved_by={"nll_loss_split": _split_nll_kept},
+        localise=_class_localise,
+    )
+)
 register(
     OpRule(ops=tuple(POINTWISE), options=_pointwise_options, work=_pointwise_loss_work, localise=_pointwise_localise)
 )

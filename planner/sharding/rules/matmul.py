@@ -44,7 +44,11 @@ def _fixed(line: str) -> Lettering:
     return lettering
 
 
-def _register(ops: tuple[str, ...], lettering: Lettering, kernels: tuple[str, ...] = ()) -> None:
+def _register(
+    ops: tuple[str, ...], lettering: Lettering, kernels: tuple[str, ...] = (), *, reads_rows: bool = False
+) -> None:
+    """`reads_rows`: all dims of the first operand but the last are read as one."""
+
     def options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
         names, out = lettering(node, operands, node.output)
         return factor_options(names, [out], operands, node.outputs)
@@ -53,12 +57,12 @@ def _register(ops: tuple[str, ...], lettering: Lettering, kernels: tuple[str, ..
         names, out = lettering(node, operands, outputs[0])
         return contraction_work(names, out, operands, outputs[0])
 
-    register(OpRule(ops=ops, options=options, work=work, saved=_saved, kernels=kernels))
+    def saved(node: Node) -> Saved:
+        """Each operand for the gradient of the other."""
+        flattened = ((0, 1),) if reads_rows else ()
+        return Saved(operands=(0, 1), wanted_by=((0, 1), (1, 0)), flattened=flattened)
 
-
-def _saved(node: Node) -> Saved:
-    """Each operand for the gradient of the other."""
-    return Saved(operands=(0, 1), wanted_by=((0, 1), (1, 0)))
+    register(OpRule(ops=ops, options=options, work=work, saved=saved, kernels=kernels))
 
 
 def _equation(node: Node) -> tuple[list[list[str]], list[str]] | None:
@@ -97,7 +101,7 @@ def _einsum_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     return contraction_work(found[0], found[1], operands, outputs[0])
 
 
-_register(("aten.linear.default",), _linear, _KERNELS)
+_register(("aten.linear.default",), _linear, _KERNELS, reads_rows=True)
 _register(("aten.matmul.default",), _matmul, _KERNELS)
 _register(("aten.mm.default",), _fixed("m k, k n -> m n"), _KERNELS)
 _register(("aten.bmm.default",), _fixed("d0 m k, d0 k n -> d0 m n"), _KERNELS)

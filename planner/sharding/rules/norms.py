@@ -104,6 +104,25 @@ def _saved(node: Node) -> Saved:
     return Saved(operands=(0, *weight), extra_bytes=4 * statistics * rows)
 
 
+def _steps_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """On the CPU RMS norm is made of float32 steps, which keep what is scaled and the result of it, too."""
+    plain = _saved(node)
+    x = operands[0]
+    if node.op == "aten.layer_norm.default":
+        return plain
+    wide = x.numel * ITEM_BYTES[_wide(operands)]
+    upcast = wide if x.dtype != _wide(operands) else 0
+    scaled = wide if len(plain.operands) > 1 and operands[1].requires_grad else 0
+    kept = plain.operands[1:] if upcast else plain.operands
+    return replace(plain, operands=kept, extra_bytes=plain.extra_bytes + upcast + scaled)
+
+
+def _split_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """Split statistics are kept as a mean and a scale, also where the mean is zero."""
+    rows = node.output.numel // prod(node.output.shape[-_num_normalised(node) :])
+    return replace(_saved(node), extra_bytes=2 * rows * ITEM_BYTES[_wide(operands)])
+
+
 def _group_options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     """Samples, whole groups of channels, and the dims behind the channels, which take part in the statistics."""
     given = arguments(node, GROUP)
@@ -151,6 +170,7 @@ register(
         options=_options,
         work=_work,
         saved=_saved,
+        saved_by={"cpu": _steps_saved, "layer_norm_split": _split_saved, "rms_norm_split": _split_saved},
         collectives=_collectives,
         localise=_localise,
     )

@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import prod
 
 from ....cost_models.work import Pass, Work
-from ...capture.graph import Arg, Node
+from ...capture.graph import ITEM_BYTES, Arg, Node
 from ..placement import PARTIAL, split
 from ..redistribute import CollectiveUse
 from .factors import factor_options, run_option, size_of
 from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
 from .schema import arguments, expanded
-from .windows import Windows, halo_axes, halo_collectives, spatial_options
+from .windows import Windows, extended_bytes, halo_axes, halo_collectives, spatial_options
 
 MAX_SCHEMA: Mapping[str, Arg] = {
     "input": None, "kernel": 1, "stride": (), "padding": 0, "dilation": 1, "ceil_mode": False,
@@ -101,6 +101,12 @@ def _saved(node: Node) -> Saved:
     return Saved(operands=(0,), extra_bytes=8 * node.output.numel)  # indices, int64
 
 
+def _halo_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
+    """The image with the rows of its neighbours."""
+    indices = 0 if _is_average(node) else ITEM_BYTES["int64"] * node.output.numel
+    return Saved(extra_bytes=extended_bytes(_windows(node), operands[0], call.args[-1]) + indices)
+
+
 def _adaptive_options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     """A spatial dim whose outputs see equal runs: to one output it is contracted, else inputs and outputs are split."""
     count = ADAPTIVE[node.op]
@@ -145,6 +151,7 @@ register(
         options=_options,
         work=_work,
         saved=_saved,
+        saved_by={"max_pool_halo": _halo_saved, "avg_pool_halo": _halo_saved},
         collectives=_collectives,
         localise=_localise,
     )

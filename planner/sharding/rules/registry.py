@@ -92,12 +92,15 @@ class Saved:
     """What autograd keeps for the backward: operand and output positions, and bytes of masks, statistics and the like.
 
     `wanted_by`: (kept operand, operand whose gradient needs it); an operand that is in no pair is kept in any case.
+    `flattened`: (kept operand, how many last dims stay apart): the dims before these are read as one, and where
+    they do not lie so in memory a copy is kept instead.
     """
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra_bytes: int = 0
     wanted_by: tuple[tuple[int, int], ...] = ()
+    flattened: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,8 @@ class OpRule:
     options: the factor options (without none and grad, which every operation has), from shapes alone.
     work: flops, bytes and kernels of one rank, from local types.
     saved: what autograd keeps.
+    saved_by: kernels -> what these keep instead, from local types: the function that the local call names, "cpu" or
+        "cuda"; looked up in this order.
     collectives: inner collectives of a body for the axis that takes `label`, from local types.
     localise: the local call for the chosen labels; `outputs` are the local types, `sizes` the axis sizes.
     is_random: draws random numbers in training; localise then passes a SeedRef.
@@ -175,6 +180,7 @@ class OpRule:
     options: Callable[[Node, LocalTypes], tuple[Option, ...]]
     work: Callable[[Node, LocalTypes, LocalTypes], Work] = pointwise_work
     saved: Callable[[Node], Saved] = saves_operands
+    saved_by: Mapping[str, Callable[[Node, LocalTypes, Call], Saved]] = field(default_factory=dict)
     collectives: Callable[[Node, str, str, int, LocalTypes, LocalTypes], tuple[CollectiveUse, ...]] = _no_collectives
     localise: Callable[[Node, Labels, LocalTypes, Mapping[str, int]], Call] = same_call
     is_random: bool = False
@@ -220,24 +226,28 @@ def kept_kernels(op: str) -> tuple[str, ...]:
     return () if rule is None else rule.kernels
 
 
-def saved_on_rank(node: Node, outputs: LocalTypes) -> Saved:
-    """What autograd keeps on one rank, from the local output types; without a rule every operand."""
-    rule = rule_of(node.op)
-    return (saves_operands if rule is None else rule.saved)(replace(node, outputs=tuple(outputs)))
+def saved_of(node: Node, operands: LocalTypes, call: Call | None = None, kernels: str = "cuda") -> Saved:
+    """What autograd keeps, knowing which operands have a gradient: `x * mask` keeps the mask alone.
 
-
-def saved_of(node: Node, operands: LocalTypes) -> Saved:
-    """What autograd keeps, knowing which operands have a gradient: `x * mask` keeps the mask alone."""
+    `call`: how the operation runs on a rank, by `kernels`; without it, what any would keep.
+    """
     if not any(value.requires_grad for value in operands):
         return Saved()
     rule = rule_of(node.op)
-    saved = saves_operands(node) if rule is None else rule.saved(node)
+    if rule is None:
+        saved = saves_operands(node)
+    elif call is None:
+        saved = rule.saved(node)
+    else:
+        special = rule.saved_by.get(call.target) or rule.saved_by.get(kernels)
+        saved = rule.saved(node) if special is None else special(node, operands, call)
 
     def is_kept(position: int) -> bool:
         wanting = [other for kept, other in saved.wanted_by if kept == position]
         return not wanting or any(operands[other].requires_grad for other in wanting)
 
-    return replace(saved, operands=tuple(i for i in saved.operands if is_kept(i)))
+    kept = tuple(i for i in saved.operands if is_kept(i))
+    return replace(saved, operands=kept, flattened=tuple(item for item in saved.flattened if item[0] in kept))
 
 
 def registered_ops() -> tuple[str, ...]:

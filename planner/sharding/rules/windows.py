@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from ...capture.graph import ITEM_BYTES, Node, TensorType
+from ...capture.graph import ITEM_BYTES, Arg, Node, TensorType
 from ..placement import split
 from ..redistribute import CollectiveUse
 from .factors import run_option
@@ -77,6 +78,17 @@ def halo_axes(count: int, labels: Labels) -> tuple[AxisRef | None, ...]:
     """For every spatial dim the axis that exchanges its borders, None where there is nothing to exchange."""
     axes = (one_axis_of(labels, halo_label(dim)) for dim in range(count))
     return tuple(None if axis is None else AxisRef(axis) for axis in axes)
+
+
+def extended_bytes(windows: Windows, x: TensorType, axes: Arg) -> int:
+    """Bytes of an image with what it gets of its neighbours; `axes` as `halo_axes` gives them."""
+    assert isinstance(axes, tuple)
+    count = len(windows.kernel)
+    shape = list(x.shape)
+    for dim, axis in enumerate(axes):
+        if axis is not None:
+            shape[dim - count] += sum(windows.halo(dim))
+    return prod(shape) * ITEM_BYTES[x.dtype]
 
 
 def halo_collectives(

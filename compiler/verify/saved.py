@@ -1,0 +1,226 @@
+"""What autograd keeps of one microbatch and what a step leaves behind, counted on the ranks of an emitted package.
+
+Saved tensors are seen by `torch.autograd.graph.saved_tensors_hooks` around the forward of a stage. Their memory counts
+once per storage, and neither parameters nor what the microbatch was given (model inputs and what follows from them).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...cost_models.errors import AutoparError
+from ...planner.capture.graph import ModelGraph
+from ...planner.plan import Plan
+from ...planner.schedules import get_schedule
+from .rank import imported, share
+from .ranks import run_ranks
+from .reference import Reference, run_reference
+
+_DTYPE = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedJob:
+    """What a rank needs to know; as in `RankJob`."""
+
+    rank: int
+    world_size: int
+    package: str
+    reference: str
+    store: str
+    batch_dims: Mapping[str, int | None]
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """Bytes on one rank: kept by one microbatch's forward, and held as parts of tensors after a step of AdamW.
+
+    `saved_tensors` describes what was kept, "float32 (4, 64)" -> bytes, for people. `optimizer` counts the two moments.
+    """
+
+    saved: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved_tensors: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Predicted and counted bytes of one stage on its fullest rank, by component: "activations" (of one microbatch),
+    "parameters", "gradients", "optimizer"."""
+
+    stage: int
+    predicted: Mapping[str, int]
+    counted: Mapping[str, int]
+
+    @property
+    def is_equal(self) -> bool:
+        return self.predicted == self.counted
+
+
+def compare_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_seconds: float = 300.0) -> list[StageBytes]:
+    """What the plan says that a stage keeps, and what its ranks keep. The plan is one for CPU ranks in float32.
+
+    Raises:
+        AutoparError: as `measure_bytes`.
+    """
+    measured = measure_bytes(plan, package, graph, timeout_seconds=timeout_seconds)
+    ranks = prod(plan.mesh.values()) // len(plan.stages)
+    found = []
+    for index, stage in enumerate(plan.stages):
+        mine = measured[index * ranks : (index + 1) * ranks]
+        in_flight = get_schedule(plan.schedule).in_flight(index, len(plan.stages), plan.microbatches)
+        states = ("parameters", "gradients", "optimizer")
+        found.append(
+            StageBytes(
+                stage=index,
+                predicted={
+                    "activations": round(stage.memory_bytes["activations"] / in_flight),
+                    **{name: stage.memory_bytes[name] for name in states},
+                },
+                counted={
+                    "activations": max(rank.saved for rank in mine),
+                    **{name: max(getattr(rank, name) for rank in mine) for name in states},
+                },
+            )
+        )
+    return found
+
+
+def measure_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_seconds: float = 300.0) -> list[RankBytes]:
+    """Run one step of a package on gloo ranks in float32; what each rank, in order, keeps.
+
+    Raises:
+        AutoparError: the module or a rank stops.
+    """
+    world_size = prod(plan.mesh.values())
+    with tempfile.TemporaryDirectory(prefix="autopar-saved-") as folder:
+        reference = os.path.join(folder, "reference.pt")
+        made = (plan.model, os.path.abspath(plan.model.path), plan.batch_size, _DTYPE, reference)
+        _, failure = run_ranks(run_reference, [made], timeout_seconds=timeout_seconds)
+        if failure is None:
+            jobs = [
+                SavedJob(
+                    rank=rank,
+                    world_size=world_size,
+                    package=str(package.resolve()),
+                    reference=reference,
+                    store=os.path.join(folder, "store"),
+                    batch_dims={value.name: value.batch_dim for value in graph.inputs},
+                    timeout_seconds=timeout_seconds,
+                )
+                for rank in range(world_size)
+            ]
+            answers, failure = run_ranks(_measure, [(job,) for job in jobs], timeout_seconds=timeout_seconds)
+            if failure is None:
+                return [answer for answer in answers if isinstance(answer, RankBytes)]
+    raise AutoparError(f"rank {failure.rank} stopped: {failure.error}", where=str(package))
+
+
+def _measure(job: SavedJob) -> RankBytes:
+    torch.set_num_threads(1)
+    os.environ.setdefault("LOCAL_RANK", str(job.rank))
+    wanted = Reference.load(Path(job.reference))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.store}",
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_seconds),
+    )
+    try:
+        with imported(Path(job.package)) as emitted:
+            mesh = emitted.build_mesh("cpu")
+            stage = emitted.build_stage(mesh, torch.device("cpu"))
+            stage.train()
+            emitted.load_full_state_dict(stage, wanted.state)
+            recorder = SavedRecorder(stage)
+            emitted.train_step(stage, mesh, share(wanted.inputs, job.batch_dims, mesh), 0)
+            trained = [parameter for parameter in stage.parameters() if parameter.grad is not None]
+            optimizer = torch.optim.AdamW([{"params": trained}])
+            optimizer.step()
+            moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            return RankBytes(
+                saved=max(recorder.num_bytes, default=0),
+                parameters=sum(map(_held_bytes, stage.parameters())),
+                gradients=sum(_part_bytes(parameter.grad) for parameter in trained),
+                optimizer=sum(map(_part_bytes, moments)),
+                saved_tensors=tuple(recorder.largest),
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _held_bytes(tensor: Any) -> int:
+    return _local(tensor.detach()).untyped_storage().nbytes()
+
+
+def _part_bytes(tensor: Any) -> int:
+    # FSDP2 cuts gradients out of one buffer for all of a module, so that their storages are no parts.
+    return _local(tensor.detach()).nbytes
+
+
+class SavedRecorder:
+    """Records every forward of a stage: `num_bytes` by microbatch in order, `largest` the tensors of the largest."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.num_bytes: list[int] = []
+        self.largest: list[tuple[str, int]] = []
+        self._stage = stage
+        self._forward = stage.forward
+        stage.forward = self._run
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        kept: dict[int, torch.Tensor] = {}
+        ours = _storages(self._given())
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = _storage_of(tensor)
+            # FSDP changes parameters from split to whole and back while the forward runs.
+            if key not in kept and key not in ours and key not in _storages(self._stage.parameters()):
+                kept[key] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = self._forward(*args, **kwargs)
+        sizes = [(_described(tensor), _local(tensor).untyped_storage().nbytes()) for tensor in kept.values()]
+        self.num_bytes.append(sum(size for _, size in sizes))
+        if self.num_bytes[-1] == max(self.num_bytes):
+            self.largest = sizes
+        return result
+
+    def _given(self) -> list[torch.Tensor]:
+        """What microbatches are made of, and buffers."""
+        values = [value for values in self._stage.microbatches for value in values.values()]  # pyright: ignore
+        return [*values, *self._stage.buffers()]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    # The address of the storage object: memory is used again within a forward, a storage that is kept alive is not.
+    return _local(tensor.detach()).untyped_storage()._cdata
+
+
+def _storages(tensors: Any) -> set[int]:
+    return {_storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,119 @@
+"""A lowered unit -> the memory that autograd keeps of it; units of a stage -> the same, shared memory counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from ..capture.graph import Value
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
+from ..sharding.rules.registry import Saved
+from .kernels import kept_by_kernels
+from .prices import Prices, saved_on_device
+from .storages import Storages, storages_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What autograd keeps of one unit in one microbatch.
+
+    values: memory and its bytes, by the value that made it: an operation's, or an input of the unit.
+    extra_bytes: masks, statistics and copies that are no value of the program.
+    outputs: memory and bytes of the unit's outputs, kept or not.
+    """
+
+    values: tuple[tuple[Var, int], ...]
+    extra_bytes: int
+    outputs: tuple[tuple[Var, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.values) + self.extra_bytes
+
+
+@dataclass(frozen=True)
+class KeptTemplate:
+    """What units of one template keep, whole or with a part that runs again."""
+
+    lowered: TemplateProgram
+    prices: Prices
+
+    def storages(self) -> Storages:
+        again = self.prices.stack.gathered_inputs == "gathered again"
+        return storages_of(self.lowered, self.prices.mesh.axes, gathers_again=again)
+
+    def kept(self, without: Sequence[bool] = (), there: Sequence[Compute] = ()) -> Kept:
+        """Every step but those that run `without` keeping anything; what `there` steps have made is counted already."""
+        lowered, storages = self.lowered, self.storages()
+        template = lowered.template
+        held = {*lowered.tensors, *(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)}
+        held.update(made for step in there for made in step.results)
+        done = {id(step) for step in there}
+        values: dict[Var, int] = {}
+        extra = 0
+        for index, step in enumerate(lowered.steps):
+            if isinstance(step, Convert) or not any(value.requires_grad for value in step.outputs):
+                continue
+            if without and without[index]:
+                continue
+            saved = self._saved(step)
+            if id(step) not in done:
+                extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
+            kept = [step.operands[i] for i in saved.operands] + [step.results[i] for i in saved.outputs]
+            for i, apart in saved.flattened:
+                if not storages.tensors[step.operands[i]].is_flat(apart):
+                    extra += step.operand_types[i].num_bytes
+                    kept.remove(step.operands[i])
+            for root in map(storages.root, kept):
+                if root not in held:
+                    values[root] = storages.num_bytes[root]
+        return Kept(values=tuple(values.items()), extra_bytes=extra, outputs=self._outputs(storages))
+
+    def _saved(self, step: Compute) -> Saved:
+        return saved_on_device(step.node, step.operand_types, step.outputs, step.call, self.prices.kernels)
+
+    def inputs(self, results: Sequence[Compute] = ()) -> Kept:
+        """What is kept of a unit that runs again: its inputs, and what some kernels have made, statistics included."""
+        lowered, storages = self.lowered, self.storages()
+        given = [made for made in lowered.inputs if lowered.template.type_of(made.ref).requires_grad]
+        made_again = [storages.root(made) for step in results for made in step.results]
+        values = {made: storages.num_bytes[made] for made in (*given, *made_again)}
+        extra = sum(self._saved(step).extra_bytes for step in results)
+        return Kept(values=tuple(values.items()), extra_bytes=extra, outputs=self._outputs(storages))
+
+    def _outputs(self, storages: Storages) -> tuple[tuple[Var, int], ...]:
+        roots = [storages.root(made) for made in self.lowered.outputs]
+        return tuple((root, storages.num_bytes[root]) for root in roots)
+
+
+def stage_bytes(
+    program: ModelProgram, units: range, kept_of: Callable[[int], Kept], is_view: Callable[[int, int], bool]
+) -> int:
+    """Bytes that a stage keeps of one microbatch: memory that several units keep counts once.
+
+    `is_view(unit, input)`: whether the conversions at an input leave the memory as it is.
+    """
+    # Where the memory of a value lies: who made it, and its bytes (0: as large as whoever keeps it says).
+    places: dict[Value, tuple[Hashable, int]] = {}
+    sizes: dict[Hashable, int] = {}
+    extra = 0
+    for index in units:
+        kept, unit = kept_of(index), program.graph.units[index]
+        inputs: dict[Var, tuple[Hashable, int]] = {}
+        for position, (made, value) in enumerate(
+            zip(program.templates[unit.template].inputs, unit.inputs, strict=True)
+        ):
+            if is_view(index, position):
+                inputs[made] = places.get(value, (value, 0))
+
+        def place(root: Var, size: int, index: int = index, inputs=inputs) -> tuple[Hashable, int]:  # type: ignore[no-untyped-def]
+            key, whole = inputs.get(root, ((index, root), 0))
+            return key, max(whole, size)
+
+        for root, size in kept.values:
+            key, whole = place(root, size)
+            sizes[key] = max(whole, sizes.get(key, 0))
+        for output, (root, size) in enumerate(kept.outputs):
+            places[Value(index, output)] = place(root, size)
+        extra += kept.extra_bytes
+    return sum(sizes.values()) + extra
