@@ -43,6 +43,12 @@ CASES = (
         batch_size=16,
         more_meshes=("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2", "pp=2,cp=2", "pp=2,dp=2,cp=2", "dp=2,cp=2,tp=2"),
     ),
+    Case(
+        model="moe",
+        batch_size=16,
+        pp_limit=4,
+        more_meshes=("ep=2", "ep=4", "dp=2,ep=2", "dp=2,ep=4", "ep=2,tp=2", "pp=2,ep=2", "ep=2,cp=2", "dp=2,ep=2,tp=2"),
+    ),
     Case(model="mlp", batch_size=64),
     Case(model="resnet", batch_size=8, pp_limit=4, one_microbatch=True),
     Case(model="matrix_factorization", batch_size=64, pp_limit=1),

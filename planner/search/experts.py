@@ -8,7 +8,7 @@ stacked in one parameter and run side by side are experts as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template
@@ -53,7 +53,7 @@ def find_experts(graph: ModelGraph, options: Options, edges: Sequence[Edge]) -> 
         template = graph.templates[t]
         node = template.by_name[name]
         if _is_product(template, node):
-            for option in found:
+            for option in _splitting(found):
                 held = _held_experts(graph, options, t, node, option)
                 counts.update(held.values())
                 if held:
@@ -64,7 +64,7 @@ def find_experts(graph: ModelGraph, options: Options, edges: Sequence[Edge]) -> 
         size = len(splits)
         for (t, name), found in options.items():
             node = graph.templates[t].by_name[name]
-            for option in found:
+            for option in _splitting(found):
                 mine = _splits(t, node, option)
                 if not splits.isdisjoint(mine):
                     labels.setdefault((t, name), set()).add(option.label)
@@ -94,6 +94,11 @@ def _is_product(template: Template, node: Node) -> bool:
     return bool(rule.work(node, [template.type_of(ref) for ref in node.operands], node.outputs).forward.gemms)
 
 
+def _splitting(options: Sequence[Option]) -> Iterator[Option]:
+    """Those that can split something: runs of length one leave nothing to split."""
+    return (option for option in options if option.extent != 1)
+
+
 def _splits(t: int, node: Node, option: Option) -> list[_Split]:
     read = [(t, ref, pair) for ref, pair in zip(node.operands, option.operands, strict=True) if pair.is_split]
     made = [(t, Ref(node.name, i), pair) for i, pair in enumerate(option.outputs) if pair.is_split]
@@ -108,7 +113,7 @@ def _held_experts(graph: ModelGraph, options: Options, t: int, node: Node, optio
     for ref, pair in zip(node.operands, option.operands, strict=True):
         if (source := _parameter_split(graph.templates[t], options, t, ref, pair)) is not None:
             parameter = graph.templates[t].type_of(source[1])
-            if len(parameter.shape) >= EXPERT_DIMS:
+            if len(parameter.shape) >= EXPERT_DIMS and source[2].groups == 1:
                 found[source] = parameter.shape[source[2].dim]
     return found
 

@@ -25,6 +25,7 @@ def load(name):
         ("llama", "8b", 8_030_261_248),
         ("llama", "70b", 70_553_706_496),
         ("llama", "405b", 405_853_388_800),
+        ("moe", "8x7b", 46_719_569_920),
         ("resnet", "resnet50", 25_557_032),
     ],
 )
@@ -47,6 +48,24 @@ def test_gpt_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] - losses[-1] > 1.0
+
+
+def test_experts_drop_tokens_alike_in_any_batch():
+    moe = load("moe")
+    torch.manual_seed(0)
+    model = moe.build(num_layers=1)
+    layer = model.layers[0].moe
+    x = torch.randn(4, 32, 32)
+    whole, balance = layer(x)
+    parts = [layer(x[i : i + 1]) for i in range(4)]
+    torch.testing.assert_close(whole, torch.cat([y for y, _ in parts]))
+    torch.testing.assert_close(balance, torch.cat([more for _, more in parts]))
+    _, experts = layer.router(x).topk(layer.experts_per_token)
+    loads = torch.nn.functional.one_hot(experts, layer.num_experts).sum((1, 2))
+    assert loads.max() > layer.capacity > loads.min()  # some choices find their expert full
+    full = (loads > layer.capacity).nonzero()[0]
+    layer.capacity = 32
+    assert not torch.allclose(layer(x)[0][full[0]], whole[full[0]])
 
 
 def test_batches_come_in_the_same_order():

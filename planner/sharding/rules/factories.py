@@ -25,9 +25,16 @@ def _written_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work
 
 
 def _sized(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
-    """new_zeros and its kin: the operand gives only dtype and device, every output dim is a factor."""
+    """new_zeros and its kin: the operand gives only dtype and device, every output dim is a factor.
+
+    A dim that is as long in the operand is split there too: `x.new_zeros(x.size(0))` takes a split x as it is.
+    """
+    sizes = operands[0].shape
     names = numbered_dims(node.output.shape)
-    return factor_options([[""] * len(operands[0].shape)], [names], operands, node.outputs)
+    alike = [
+        name if size == wanted else "" for name, size, wanted in zip(names, sizes, node.output.shape, strict=False)
+    ]
+    return factor_options([[*alike, *[""] * (len(sizes) - len(alike))]], [names], operands, node.outputs)
 
 
 def _localise_sized(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:

@@ -11,6 +11,7 @@ CASES = (
     case("aten.ones_like.default", randn(4, 8), labels=("d0", "d1")),
     case("aten.full_like.default", randn(4, 8), 3.0, labels=("d0", "d1")),
     case("aten.new_zeros.default", randn(4, 8), (8, 4, 4), labels=("d0", "d1", "d2")),
+    case("aten.new_zeros.default", randn(4, 8), (4,), labels=("d0",)),
     case("aten.new_full.default", randn(4, 8), (8,), 2.0, labels=("d0",)),
     case("aten.arange.default", 8),
     case("aten.full.default", (4, 8), 1.0),
