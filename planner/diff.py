@@ -121,7 +121,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "cluster": ("cluster", "cluster_overrides", "gpus", "stack"),
     "batch": ("batch_size", "microbatches"),
     "schedule": ("schedule",),
-    "zero": ("zero",),
+    "zero": ("zero", "zero_shard_size"),
     "activation_checkpoint": ("activation_checkpoint",),
     "precision": ("precision",),
     "optimizer": ("optimizer",),

@@ -46,6 +46,7 @@ class PlanRequest:
     schedule: str | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None
+    zero_shard_size: int | None = None
     exact: bool = False
     time_limit_seconds: float | None = None
     tp_may_split_batch: bool = False
@@ -126,6 +127,7 @@ def plan_graph(
         schedule=request.schedule,
         zero=request.zero,
         activation_checkpoint=request.activation_checkpoint,
+        zero_shard_size=request.zero_shard_size,
         zero_stages=zero_stages(graph),
     )
     pins.check()
@@ -183,6 +185,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         microbatches=best.mesh.microbatches,
         schedule=best.schedule,
         zero=best.zero,
+        zero_shard_size=best.mesh.shards if best.mesh.replicas > 1 else 0,
         activation_checkpoint=best.activation_checkpoint,
         stages=tuple(
             StagePlan(

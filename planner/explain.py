@@ -41,7 +41,8 @@ def decision_line(plan: Plan) -> str:
     if plan.schedule != "none":
         parts.append(f"schedule {plan.schedule}")
     if plan.mesh.get("dp", 1) > 1:
-        parts.append(f"ZeRO-{plan.zero}")
+        within = f" within groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
+        parts.append(f"ZeRO-{plan.zero}{within}")
     parts.append(_CHECKPOINT[plan.activation_checkpoint])
     return ", ".join(parts)
 

@@ -23,7 +23,15 @@ def mesh_of(plan: Plan) -> Mesh:
         if name not in AXES or size < 1:
             fix = f"use {', '.join(AXES)} >= 1"
             raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix=fix)
-    return Mesh(**plan.mesh, microbatches=plan.microbatches)
+    dp = plan.mesh.get("dp", 1)
+    shards = plan.zero_shard_size or dp
+    if dp % shards or (shards < dp and plan.zero < 2):
+        raise AutoparError(
+            f"ZeRO-{plan.zero} cannot split over {shards} of dp={dp} ranks",
+            where="zero_shard_size of the plan",
+            fix="use a divisor of dp with zero 2 or 3, or leave it out",
+        )
+    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp // shards)
 
 
 def placements_of(plan: Plan, graph: ModelGraph) -> Placements:

@@ -52,7 +52,7 @@ class CollectivePlan:
     """Collectives of one rank of one stage in a whole step, of one kind, axis and payload size."""
 
     stage: int
-    axis: str  # "tp", "cp", "ep", "dp", "pp", "world", "tied"
+    axis: str  # "tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp", "world", "tied"
     op: str
     count: int
     num_bytes: int  # payload of each
@@ -125,4 +125,5 @@ class Plan:
     solver: SolverReport
     pins: Mapping[str, str]  # option name -> value the user fixed
     notes: tuple[str, ...] = ()
+    zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks of dp that ZeRO-2 and 3 split; 0: all
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...

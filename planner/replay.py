@@ -46,7 +46,8 @@ def request_of(plan: Plan) -> PlanRequest:
     pins = dict(plan.pins)
     where = "$.pins of the plan"
     mesh = parse_mesh(pins.pop("mesh"), where=where) if "mesh" in pins else {}
-    microbatch_size, zero = (_whole(pins.pop(name, None), name, where) for name in ("microbatch-size", "zero"))
+    names = ("microbatch-size", "zero", "zero-shard-size")
+    microbatch_size, zero, shard_size = (_whole(pins.pop(name, None), name, where) for name in names)
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
     may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
     if pins:
@@ -67,6 +68,7 @@ def request_of(plan: Plan) -> PlanRequest:
         microbatch_size=microbatch_size,
         schedule=schedule,
         zero=zero,
+        zero_shard_size=shard_size,
         activation_checkpoint=checkpoint,
         exact=plan.solver.exact,
         tp_may_split_batch=may_split_batch,

@@ -79,16 +79,14 @@ class Predictor:
         count = round(setup.global_batch / (setup.dp * size))
         if count < 1:
             raise ValueError(f"microbatches of {size} on dp={setup.dp} are more than the batch")
-        mesh = Mesh(pp=setup.pp, dp=setup.dp, tp=setup.tp, microbatches=count)
+        mesh = Mesh(pp=setup.pp, dp=setup.dp, tp=setup.tp, microbatches=count, replicas=setup.replicas)
         placements = self._placements(setup)
         graph, lowered = self._graphs_of(setup, placements, setup.dp * size * count)
         evaluator = Evaluator(
             graph=lowered,
             master=graph,
             placements=placements,
-            prices=Prices(
-                mesh=mesh, cluster=setup.cluster, stack=setup.stack, replicas=setup.replicas, shared=self._known(setup)
-            ),
+            prices=Prices(mesh=mesh, cluster=setup.cluster, stack=setup.stack, shared=self._known(setup)),
             optimizer="adamw",
             precision=setup.precision,
         )

@@ -84,6 +84,9 @@ def plan(
     microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="none|gpipe|1f1b", help="Fix the pipeline schedule.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
+    zero_shard_size: Annotated[
+        int | None, typer.Option(min=1, help="Fix how many ranks of dp ZeRO-2 or 3 splits over.")
+    ] = None,
     activation_checkpoint: Annotated[
         Checkpoint | None,
         typer.Option(help="Fix what backward computes again: nothing, all but products, or all blocks."),
@@ -145,6 +148,7 @@ def plan(
         microbatch_size=microbatch_size,
         schedule=schedule,
         zero=zero,
+        zero_shard_size=zero_shard_size,
         activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,
         tp_may_split_batch=may_split_batch,
         exact=is_exact,

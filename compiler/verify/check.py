@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -305,11 +305,20 @@ def _axis_key(axis: str, mesh: Mesh) -> str:
     return large[0] if axis == "world" and len(large) == 1 else axis
 
 
+def _lines(mesh: Mesh) -> Iterator[tuple[str, int, int]]:
+    """Axis, ranks and their distance, of every axis and of the two parts of dp."""
+    for axis, size in mesh.sizes.items():
+        yield axis, size, mesh.stride(axis)
+    if mesh.replicas > 1:
+        yield "dp_shard", mesh.shards, mesh.stride("dp")
+        yield "dp_replicate", mesh.replicas, mesh.stride("dp") * mesh.shards
+
+
 def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
     """The axis whose line through `rank` the ranks of a group lie on."""
-    for axis, size in mesh.sizes.items():
-        first = rank - mesh.coordinate(rank, axis) * mesh.stride(axis)
-        line = {first + i * mesh.stride(axis) for i in range(size)}
+    for axis, size, stride in _lines(mesh):
+        first = rank - rank // stride % size * stride
+        line = {first + i * stride for i in range(size)}
         # Ties may join some stages only; the other axes always take part as a whole.
         if len(ranks) > 1 and (set(ranks) == line or (axis == "pp" and set(ranks) < line)):
             return axis

@@ -23,6 +23,8 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
     from ...planner.replay import request_of
 
     mesh = {axis: min(size, AXIS_LIMIT) for axis, size in plan.mesh.items()}
+    if plan.zero_shard_size:
+        mesh["dp"] = AXIS_LIMIT * AXIS_LIMIT  # both parts of dp
     microbatches = min(plan.microbatches, AXIS_LIMIT)
     microbatch_size = plan.batch_size // (plan.mesh["dp"] * plan.microbatches)
     request = request_of(plan)
@@ -35,6 +37,7 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
         microbatch_size=microbatch_size,
         schedule=plan.schedule,
         zero=plan.zero,
+        zero_shard_size=AXIS_LIMIT if plan.zero_shard_size else None,
         activation_checkpoint=plan.activation_checkpoint,
     )
 

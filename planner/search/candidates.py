@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from math import gcd, isqrt
 
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.errors import AutoparError
@@ -36,6 +36,7 @@ class Pins:
     schedule: str | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None
+    zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
     zero_stages: tuple[int, ...] = ZERO_STAGES  # those that the model's parameters allow
 
     def check(self) -> None:
@@ -59,12 +60,17 @@ class Pins:
             )
         if self.schedule is not None:
             get_schedule(self.schedule)
+        if self.zero_shard_size is not None and self.zero in (0, 1):
+            raise AutoparError(
+                f"zero={self.zero} and zero-shard-size={self.zero_shard_size} contradict each other",
+                fix="only ZeRO-2 and ZeRO-3 split over a part of dp: pin --zero 2 or 3, or neither",
+            )
 
     def described(self) -> dict[str, str]:
         found = {}
         if self.mesh:
             found["mesh"] = ",".join(f"{name}={self.mesh[name]}" for name in AXES if name in self.mesh)
-        for name in ("microbatch_size", "schedule", "zero", "activation_checkpoint"):
+        for name in ("microbatch_size", "schedule", "zero", "activation_checkpoint", "zero_shard_size"):
             value = getattr(self, name)
             if value is not None:
                 found[name.replace("_", "-")] = str(value)
@@ -217,6 +223,11 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
         return f"zero={pins.zero} cannot split {_scalar_parameters(graph)[0]}, a parameter without dimensions"
     if pins.zero and dp == 1:
         return f"zero={pins.zero} splits over dp, and dp=1"
+    if pins.zero_shard_size is not None and dp % pins.zero_shard_size:
+        return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}"
+    if pins.zero_shard_size is not None and max(pins.zero_stages) < 2:
+        scalar = _scalar_parameters(graph)[0]
+        return f"zero-shard-size={pins.zero_shard_size} needs ZeRO-2 or 3, which cannot split {scalar}"
     if pins.schedule == "none" and pp > 1:
         return f"schedule none has one stage, and pp={pp}"
     if pins.schedule not in (None, "none") and pp == 1:
@@ -263,7 +274,24 @@ def schedules_for(mesh: Mesh, pins: Pins) -> list[str]:
     return sorted(able, key=lambda n: (get_schedule(n).in_flight(0, mesh.pp, mesh.microbatches), n))
 
 
+def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:
+    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp, or over its ranks of one node."""
+    found: list[tuple[int, int]] = []
+    for zero in zeros_for(mesh, pins):
+        if zero < 2:
+            sizes = [mesh.dp] if pins.zero_shard_size is None else []
+        elif pins.zero_shard_size is not None:
+            sizes = [pins.zero_shard_size]
+        else:
+            in_node = max(1, cluster.gpus_per_node // mesh.stride("dp"))
+            near = gcd(mesh.dp, in_node)
+            sizes = [mesh.dp, near] if 1 < near < mesh.dp and in_node < mesh.dp else [mesh.dp]
+        found.extend((zero, mesh.dp // size) for size in sizes)
+    return tuple(found)
+
+
 def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
+    """ZeRO stages."""
     if pins.zero is not None:
         return (pins.zero,)
     return pins.zero_stages if mesh.dp > 1 else (0,)

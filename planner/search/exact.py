@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..sharding.mesh import MICROBATCH, Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, schedules_for, zeros_for
+from .candidates import CHECKPOINTS, schedules_for, shardings_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
 from .step_model import Policy, StepModel
@@ -94,9 +94,11 @@ class ExactSearch:
         leaves: list[tuple[float, Policy]] = []
         if self._closed(floor_seconds(self.setting, built, uses, alive)):
             return True
-        for zero in zeros_for(mesh, self.setting.pins):
+        for zero, replicas in shardings_for(mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in self._checkpoints():
-                policy = Policy(stages=None, zero=zero, schedule="none", activation_checkpoint=checkpoint)
+                policy = Policy(
+                    stages=None, zero=zero, schedule="none", activation_checkpoint=checkpoint, replicas=replicas
+                )
                 bound = self._relaxed(built, uses, alive, policy)
                 if not self._closed(bound):
                     leaves.extend(self._cuts(mesh, uses, policy, bound))
@@ -180,10 +182,12 @@ def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequenc
 
 def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]]) -> float:
     """No plan on the mesh is faster, under whatever policy; infinite where there are no placements."""
-    zeros = zeros_for(uses.prices.mesh, setting.pins)
-    zero = zeros[0] if len(zeros) == 1 else None
+    shardings = shardings_for(uses.prices.mesh, setting.pins, setting.cluster)
+    zero, replicas = shardings[0] if len(shardings) == 1 else (None, 1)
     stages = ((0, len(uses.space.graph.units)),) if uses.prices.mesh.pp == 1 else None
-    policy = Policy(stages=stages, zero=zero, schedule="none", activation_checkpoint="none", must_fit=False)
+    policy = Policy(
+        stages=stages, zero=zero, schedule="none", activation_checkpoint="none", replicas=replicas, must_fit=False
+    )
     try:
         return model_of(setting, built, uses, alive, policy).solve(as_mip=False)[0]
     except NoAssignment:

@@ -87,15 +87,15 @@ class ParameterSeconds:
         backward: float,
     ) -> float:
         stack, times = self.prices.stack, self.mesh.microbatches
-        shards = self.mesh.dp // self.prices.replicas
+        shards = self.mesh.shards
         price = self.prices.use_seconds
-        gathers = [price("shard", "all_gather", size) for size in bytes_by_group(held, shards).values()]
+        gathers = [price("dp_shard", "all_gather", size) for size in bytes_by_group(held, shards).values()]
         scattered = {
             group: self._reduced_bytes(size, trainable[0].dtype)
             for group, size in bytes_by_group(trainable, shards).items()
         }
         scatters = [
-            price("shard", "reduce_scatter", size) + price("replica", "all_reduce", size // shards)
+            price("dp_shard", "reduce_scatter", size) + price("dp_replicate", "all_reduce", size // shards)
             for size in scattered.values()
         ]
         gather, scatter = sum(gathers), sum(scatters)
@@ -135,13 +135,13 @@ class ParameterSeconds:
 
     def partial_gradients(self, axis: str, held: Sequence[HeldParameter], zero: int) -> float:
         """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
-        shards = self.mesh.dp if zero >= 2 else 1
+        shards = self.mesh.shards if zero >= 2 else 1
         partial = sum(parameter_bytes(p) for p in held if axis in p.partial)
         return self.prices.use_seconds(axis, "all_reduce", partial // shards) if partial else 0.0
 
     def optimizer_step(self, stored: Sequence[HeldParameter], zero: int) -> float:
         """The update of what this rank keeps."""
-        shards = self.mesh.dp if zero >= 1 else 1
+        shards = self.mesh.shards if zero >= 1 else 1
         size = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable) // shards
         tensors = sum(parameter.trainable for parameter in stored)
         return optimizer_seconds(

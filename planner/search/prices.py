@@ -61,7 +61,6 @@ class Prices:
     mesh: Mesh
     cluster: Cluster
     stack: Stack
-    replicas: int = 1  # groups of dp that FSDP does not shard over
     shared: Shared = field(default_factory=Shared)  # with the prices of other meshes on this cluster and stack
     axes: tuple[Axis, ...] = field(init=False)
     _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
@@ -107,8 +106,8 @@ class Prices:
         if axis in mesh.sizes:
             return mesh.sizes[axis], mesh.stride(axis)
         return {
-            "shard": (mesh.dp // self.replicas, mesh.stride("dp")),
-            "replica": (self.replicas, mesh.stride("dp") * mesh.dp // self.replicas),
+            "dp_shard": (mesh.shards, mesh.stride("dp")),
+            "dp_replicate": (mesh.replicas, mesh.stride("dp") * mesh.shards),
             "tied": (min(mesh.pp, 2), mesh.stride("pp")),
             "world": (mesh.world_size, 1),
         }[axis]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..sharding.mesh import Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, schedules_for, zeros_for
+from .candidates import CHECKPOINTS, schedules_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .problem import Built
 from .step_model import Policy
@@ -93,7 +93,7 @@ class Refiner:
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
         """Plans of the candidate's mesh and cut, under every policy, as the whole program places them."""
-        yield from self._placed(candidate.mesh, candidate.schedule, (candidate.stages,), candidate.cost.step_seconds)
+        yield from self._placed(candidate.outer, candidate.schedule, (candidate.stages,), candidate.cost.step_seconds)
 
     def _placed(self, mesh: Mesh, schedule: str, cuts: Sequence[Cut], known: float) -> Iterator[Candidate]:
         try:
@@ -103,9 +103,12 @@ class Refiner:
         if joint is None:
             return
         pinned = self.setting.pins.activation_checkpoint
-        zeros = zeros_for(mesh, self.setting.pins)
-        for stages, zero, checkpoint in product(cuts, zeros, CHECKPOINTS if pinned is None else (pinned,)):
-            policy = Policy(stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint)
+        shardings = shardings_for(mesh, self.setting.pins, self.setting.cluster)
+        checkpoints = CHECKPOINTS if pinned is None else (pinned,)
+        for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
+            policy = Policy(
+                stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas
+            )
             found = self._solved(mesh, joint, policy, known)
             if found is not None:
                 yield found
@@ -138,7 +141,7 @@ class Refiner:
         for mesh in meshes:
             cuts = tuple(islice(every_cut(len(self.setting.graph.units), mesh.pp), _MOST_CUTS + 1))
             if len(cuts) > _MOST_CUTS:
-                cuts = tuple(dict.fromkeys(candidate.stages for candidate in found if candidate.mesh == mesh))
+                cuts = tuple(dict.fromkeys(candidate.stages for candidate in found if candidate.outer == mesh))
             schedule = schedules_for(mesh, self.setting.pins)[0]
             fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)

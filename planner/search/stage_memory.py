@@ -29,7 +29,7 @@ class StageMemory:
     ) -> Memory:
         """Peak bytes without activations and overhead. Under ZeRO with several microbatches FSDP2 keeps gathered
         parameters and unreduced gradients until the last backward; with one only those of the groups at work."""
-        dp = self.prices.mesh.dp
+        dp = self.prices.mesh.shards  # all of dp under ZeRO-1
         trained = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable)
         frozen = sum(parameter_bytes(parameter) for parameter in stored if not parameter.trainable)
         memory = state_bytes(

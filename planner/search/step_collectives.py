@@ -325,23 +325,24 @@ def _once_a_step(
                 yield "pp", "recv", num_bytes, "stage", mesh.microbatches
 
     held = held_parameters(program, first, last)
-    shards = mesh.dp if zero >= 2 else 1
+    shards = mesh.shards if zero >= 2 else 1
+    shard_rank = dp_rank % mesh.shards if zero >= 2 else dp_rank
     if zero == 1 and mesh.dp > 1:
         yield from _zero1(held, mesh.dp)
     elif shards > 1:
         has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
-        yield from _fsdp(held, mesh.dp, zero, mesh.microbatches, has_blocks=has_blocks)
+        yield from _fsdp(held, mesh, zero, has_blocks=has_blocks)
     trainable = [parameter for parameter in held if parameter.trainable]
     for axis in ("dp", *REDUCED_AXES):
         if axis != "dp" or zero == 0:
             partial = [parameter for parameter in trainable if axis in parameter.partial]
-            yield from _bucket(axis, partial, shards, dp_rank)
+            yield from _bucket(axis, partial, shards, shard_rank)
     others = [held_parameters(program, *theirs) for index, theirs in enumerate(stages) if index != stage]
     elsewhere = {parameter.fqn for theirs in others for parameter in theirs}
     for parameter in trainable:
         if parameter.fqn in elsewhere:
-            split = mesh.dp if zero >= 1 else 1
-            yield TIED, "all_reduce", shard_bytes(parameter, split, dp_rank, zero), "tied", 1
+            split = mesh.shards if zero >= 1 else 1
+            yield TIED, "all_reduce", shard_bytes(parameter, split, shard_rank, zero), "tied", 1
     for axis in loss_axes(program):
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
@@ -374,8 +375,10 @@ def _zero1(held: Iterable[HeldParameter], dp: int) -> Iterator[tuple[str, str, i
 
 
 def _fsdp(
-    held: Iterable[HeldParameter], dp: int, zero: int, microbatches: int, *, has_blocks: bool
+    held: Iterable[HeldParameter], mesh: Mesh, zero: int, *, has_blocks: bool
 ) -> Iterator[tuple[str, str, int, str, int]]:
+    """Over all of dp, or within groups of it (dp_shard) whose gradients are then added up (dp_replicate)."""
+    axis, dp = "dp_shard" if mesh.replicas > 1 else "dp", mesh.shards
     gathered: Counter[str] = Counter()
     scattered: Counter[str] = Counter()
     for parameter in held:
@@ -384,9 +387,11 @@ def _fsdp(
             scattered[parameter.group] += padded_bytes(parameter, dp)
     for group, num_bytes in gathered.items():
         is_kept = zero == 2 or (has_blocks and not group)
-        yield "dp", "all_gather", num_bytes, "fsdp", 1 if is_kept else microbatches + 1
+        yield axis, "all_gather", num_bytes, "fsdp", 1 if is_kept else mesh.microbatches + 1
         if scattered[group]:
-            yield "dp", "reduce_scatter", scattered[group], "fsdp", 1
+            yield axis, "reduce_scatter", scattered[group], "fsdp", 1
+            if mesh.replicas > 1:
+                yield "dp_replicate", "all_reduce", scattered[group] // dp, "fsdp", 1
 
 
 def _bucket(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pulp
@@ -56,6 +56,7 @@ class Policy:
     zero: int | None
     schedule: str
     activation_checkpoint: str
+    replicas: int = 1  # of ZeRO-2 and ZeRO-3 shards
     must_fit: bool = True
 
 
@@ -74,7 +75,8 @@ class StepModel:
         precision: str,
     ) -> None:
         self.policy, self.optimizer, self.precision = policy, optimizer, precision
-        self.prices, self.mesh, self.cluster = uses.prices, uses.prices.mesh, uses.prices.cluster
+        self.prices = replace(uses.prices, mesh=replace(uses.prices.mesh, replicas=policy.replicas))
+        self.mesh, self.cluster = self.prices.mesh, self.prices.cluster
         self.slower = slowest_of_nodes(self.mesh, self.cluster)
         self.space = uses.space
         self.columns = StepColumns(self.space, built, alive)
@@ -200,13 +202,13 @@ class StepModel:
         stored = self.parameters.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
         frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
         is_split = zero >= 2 and mesh.dp > 1
-        part = 1 / mesh.dp if is_split else 1.0
+        part = 1 / mesh.shards if is_split else 1.0
         moving: Linear = {}
         if is_split:
             if mesh.microbatches > 1:
-                held = self.parameters.total(parameters, lambda p: padded_of(p, mesh.dp), master=False)
+                held = self.parameters.total(parameters, lambda p: padded_of(p, mesh.shards), master=False)
                 unreduced = self.parameters.total(
-                    parameters, lambda p: padded_of(p, mesh.dp) if p.trainable else 0.0, master=False
+                    parameters, lambda p: padded_of(p, mesh.shards) if p.trainable else 0.0, master=False
                 )
                 moving = sum_of([(held, 1.0), (unreduced, 1.0)])
             elif devices == 1:
@@ -218,7 +220,7 @@ class StepModel:
                 moving = scaled(unit, compute + (1 if is_mixed else 0))
                 add(moving, stored if zero == 2 else unit, compute)
         # Parameters, gradients and the optimizer's states; mixed precision keeps a copy unless FSDP gathers in it.
-        total = scaled(stored, 2 * part + states / (mesh.dp if zero >= 1 else 1))
+        total = scaled(stored, 2 * part + states / (mesh.shards if zero >= 1 else 1))
         if is_mixed and not is_split:
             add(total, stored, compute)
         add(total, frozen)

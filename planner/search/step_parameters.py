@@ -118,12 +118,12 @@ class StepParameters:
 
     def _exposed(self, members: Sequence[tuple[int, int, str]]) -> Linear:
         """Gather and reduction of one FSDP group, which nothing hides if it is the largest."""
-        shards = self.mesh.dp // self.prices.replicas
+        shards = self.mesh.shards
 
         def both(size: int) -> float:
-            return self.prices.use_seconds("shard", "all_gather", size) + self.prices.use_seconds(
-                "shard", "reduce_scatter", size
-            )
+            price = self.prices.use_seconds
+            summed = price("dp_replicate", "all_reduce", size // shards)
+            return price("dp_shard", "all_gather", size) + price("dp_shard", "reduce_scatter", size) + summed
 
         def padded(held: HeldParameter) -> float:
             return float(padded_bytes(held, shards)) if held.trainable else 0.0
@@ -142,11 +142,11 @@ class StepParameters:
 
     def _shards(self) -> int:
         """Ranks that share parameters and gradients, at most."""
-        return self.mesh.dp if self.zero is None or self.zero >= 2 else 1
+        return self.mesh.shards if self.zero is None or self.zero >= 2 else 1
 
     def _updating(self) -> int:
         """Ranks that share the optimizer's work, at most."""
-        return self.mesh.dp if self.zero is None or self.zero >= 1 else 1
+        return self.mesh.shards if self.zero is None or self.zero >= 1 else 1
 
     def optimizer_share(self, parameters: StageParameters) -> Linear:
         """Seconds of the optimizer on the fullest of the stages, at least."""

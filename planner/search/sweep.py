@@ -30,6 +30,7 @@ from .candidates import (
     may_fit,
     meshes,
     schedules_for,
+    shardings_for,
     whole_model,
     zeros_for,
 )
@@ -79,6 +80,11 @@ class Candidate:
     activation_checkpoint: str
     cost: Evaluated
     fits: bool
+
+    @property
+    def outer(self) -> Mesh:
+        """The mesh as the outer loop has it, without the groups that ZeRO does not split over."""
+        return replace(self.mesh, replicas=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +224,7 @@ class _Sweep:
 
     def _price_leaf(self, mesh: Mesh, placements: Placements, policy: Policy) -> Candidate | None:
         try:
-            evaluator = self._evaluator(mesh, placements)
+            evaluator = self._evaluator(replace(mesh, replicas=policy.replicas), placements)
             assert policy.stages is not None
             assert policy.zero is not None
             return self._costed(evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint)
@@ -254,10 +260,10 @@ class _Sweep:
         gpus = self.setting.gpus
         for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
-            if not any(candidate.mesh in same for candidate in self.found):
+            if not any(candidate.outer in same for candidate in self.found):
                 for mesh in same[:1] if time.monotonic() < self.deadline else ():
                     self.found.extend(self._solve(mesh, once=mesh not in hopeful))
-            priced = [candidate for candidate in self.found if candidate.mesh in same]
+            priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
                 yield f"{axis} only", min(priced, key=lambda candidate: (not candidate.fits, _rank(candidate)))
             yield from self._plain(axis, same)
@@ -311,13 +317,16 @@ class _Sweep:
 
     def _priced(self, mesh: Mesh, placements: Placements) -> list[Candidate]:
         setting = self.setting
-        evaluator = self._evaluator(mesh, placements)
+        evaluators = {1: self._evaluator(mesh, placements)}
+        for _, replicas in shardings_for(mesh, setting.pins, setting.cluster):
+            if replicas not in evaluators:
+                evaluators[replicas] = evaluators[1].with_prices(self.prices(replace(mesh, replicas=replicas)))
         pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
         for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
-            for zero in zeros_for(mesh, setting.pins):
+            for zero, replicas in shardings_for(mesh, setting.pins, setting.cluster):
                 for schedule in schedules_for(mesh, setting.pins):
-                    found.append(self._candidate(evaluator, schedule, zero, checkpoint))
+                    found.append(self._candidate(evaluators[replicas], schedule, zero, checkpoint))
             if any(candidate.fits for candidate in found):
                 break  # recomputation only costs time
         return found
@@ -472,7 +481,7 @@ def _rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
 def _best_of_other_meshes(found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
     by_sizes: dict[Mesh, Candidate] = {}
     for candidate in found:
-        sizes = replace(candidate.mesh, microbatches=1)
+        sizes = replace(candidate.mesh, microbatches=1, replicas=1)
         if sizes == replace(chosen.mesh, microbatches=1):
             continue
         old = by_sizes.get(sizes)

@@ -41,7 +41,11 @@ _ALWAYS_WRITTEN = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """pp x dp x ep x cp x tp ranks, and the number of microbatches a step."""
+    """pp x dp x ep x cp x tp ranks, and the number of microbatches a step.
+
+    `replicas`: how many groups of dp ranks hold the same ZeRO-2 or ZeRO-3 shards: they split within a group of
+    neighbours, and gradients are summed over the groups.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -49,11 +53,19 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     microbatches: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "microbatches"):
+        for name in (*AXES, "microbatches", "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"mesh {name} must be at least 1, got {getattr(self, name)}")
+        if self.dp % self.replicas:
+            raise ValueError(f"{self.replicas} replicas do not divide dp={self.dp}")
+
+    @property
+    def shards(self) -> int:
+        """The ranks of dp that ZeRO-2 and ZeRO-3 split over."""
+        return self.dp // self.replicas
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -52,7 +52,8 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1) or "one rank"
     policy = [f"{mesh.microbatches} microbatches"] if mesh.microbatches > 1 else []
     policy += [options.schedule] if mesh.pp > 1 else []
-    policy += [f"ZeRO-{options.zero}"] if mesh.dp > 1 else []
+    within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
+    policy += [f"ZeRO-{options.zero}{within}"] if mesh.dp > 1 else []
     checkpointing = options.activation_checkpoint
     policy += [f"activation checkpointing {checkpointing}"] if checkpointing != "none" else []
     title = f"{modules.graph.name} on {mesh.world_size} ranks: {', '.join((sizes, *policy))}."
@@ -139,6 +140,8 @@ def _constants(modules: Modules) -> Iterator[str]:
     mesh, options = modules.mesh, modules.options
     sizes = mesh.written
     yield f"{', '.join(map(str.upper, sizes))} = {', '.join(map(str, sizes.values()))}"
+    if mesh.replicas > 1:
+        yield f"REPLICAS = {mesh.replicas}  # groups of dp ranks that each hold all shards of the parameters"
     if mesh.microbatches > 1 or modules.is_pipeline:
         yield f"MICROBATCHES = {mesh.microbatches}"
     if modules.layers:
@@ -192,6 +195,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     yield module_functions.build_stage(
         stages=stage_names,
         zero=options.zero if modules.has_fsdp or modules.has_shards else None,
+        replicas=mesh.replicas,
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
         tied=modules.has_ties,
@@ -249,6 +253,7 @@ def _copies(modules: Modules) -> str:
     """How many ranks hold the same part of parameter p's gradient, as source; empty where always one."""
     held = [t for stage in modules.model.stages for t in stage.tensors if not t.is_buffer]
     parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp and not modules.has_shards else []
+    parts += ["REPLICAS"] if modules.mesh.replicas > 1 else []
     if modules.has_shards and any(not _is_cut(tensor) for tensor in held):
         parts = ["(DP if p.placements[0].is_replicate() else 1)"]
     axes = modules.parameter_axes

@@ -132,7 +132,9 @@ def build_mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, ({shape}), mesh_dim_names={literal(tuple(axes))})'''
 
 
-def build_stage(*, stages: Sequence[str], zero: int | None, blocks: Sequence[str], layers: bool, tied: bool) -> str:
+def build_stage(
+    *, stages: Sequence[str], zero: int | None, replicas: int, blocks: Sequence[str], layers: bool, tied: bool
+) -> str:
     """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks."""
     what = "stage" if len(stages) > 1 else "part of the model"
     lines = [
@@ -145,7 +147,7 @@ def build_stage(*, stages: Sequence[str], zero: int | None, blocks: Sequence[str
     if zero == 1:
         lines.append("    stage.shards = [Shards(stage, mesh)]  # in a list: they are no parameters of the stage")
     elif zero is not None:
-        lines += _fully_sharded(blocks, reshard=zero == 3)
+        lines += _fully_sharded(blocks, reshard=zero == 3, replicas=replicas)
     if tied:
         lines.append("    stage.tied_groups = tied_groups(mesh)")
     lines.append("    return stage")
@@ -161,17 +163,23 @@ def _made(stages: Sequence[str], *, layers: bool) -> str:
     return f"({classes})[index](mesh{', STAGE_LAYERS[index]' if layers else ''})"
 
 
-def _fully_sharded(blocks: Sequence[str], *, reshard: bool) -> list[str]:
-    arguments = f'mesh=mesh["dp"], reshard_after_forward={reshard}'
+def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int) -> list[str]:
+    over = "groups" if replicas > 1 else 'mesh["dp"]'
+    arguments = f"mesh={over}, reshard_after_forward={reshard}"
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
     lines = [f"    # {policy}."]
+    if replicas > 1:
+        lines += [
+            "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
+            '    groups = mesh["dp"]._unflatten(0, (REPLICAS, DP // REPLICAS), ("dp_replicate", "dp_shard"))',
+        ]
     if blocks:
         kinds = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
         lines.append("    for module in stage.modules():")
         lines += layout(f"if isinstance(module, {kinds}):", "        ")
         lines.append(f"            fully_shard(module, {arguments})")
     # What lies outside the blocks is needed again at once in the backward: by default the root is not resharded.
-    whole = 'mesh=mesh["dp"]' if blocks and reshard else arguments
+    whole = f"mesh={over}" if blocks and reshard else arguments
     return [
         *lines,
         f"    fully_shard(stage, {whole})",

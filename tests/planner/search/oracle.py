@@ -5,7 +5,7 @@ recomputation, and on every axis an option for every operation and a pair for ev
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from autopar.planner.capture.graph import Kind, ModelGraph, Ref
@@ -52,14 +52,21 @@ def divisors(number: int) -> list[int]:
 
 
 def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
-    prices = Prices(mesh=mesh, cluster=cluster, stack=stack)
     units = len(graph.units)
     for placements in every_placement(graph, mesh, batch_labels):
-        evaluator = Evaluator(
-            graph=graph, master=graph, placements=placements, prices=prices, optimizer="adamw", precision="fp32"
-        )
+        evaluators = {
+            replicas: Evaluator(
+                graph=graph,
+                master=graph,
+                placements=placements,
+                prices=Prices(mesh=replace(mesh, replicas=replicas), cluster=cluster, stack=stack),
+                optimizer="adamw",
+                precision="fp32",
+            )
+            for _, replicas in shardings(mesh, cluster)
+        }
         try:
-            _ = evaluator.program
+            _ = evaluators[1].program
         except (KeyError, ValueError):
             continue
         for ends in combinations(range(2, units), mesh.pp - 1):
@@ -68,16 +75,25 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
             for schedule in ("none",) if mesh.pp == 1 else ("gpipe", "1f1b"):
                 if schedule == "1f1b" and mesh.microbatches < mesh.pp:
                     continue
-                for zero in (0, 1, 2, 3) if mesh.dp > 1 else (0,):
+                for zero, replicas in shardings(mesh, cluster):
                     for checkpoint in ("none", "selective", "full"):
                         try:
-                            cost = evaluator.evaluate(
+                            cost = evaluators[replicas].evaluate(
                                 stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
                             )
                         except (KeyError, ValueError):
                             continue
-                        what = f"{mesh} {stages} {schedule} zero={zero} {checkpoint} {placements}"
+                        what = f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {placements}"
                         yield Price(cost.step_seconds, cost.memory_bytes, what)
+
+
+def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:
+    """ZeRO stages with the number of groups that hold all shards: one, or one in each node that dp spans."""
+    if mesh.dp == 1:
+        return [(0, 1)]
+    in_node = [size for size in divisors(mesh.dp) if size * mesh.stride("dp") <= cluster.gpus_per_node][-1:]
+    groups = {1, *(mesh.dp // size for size in in_node if size > 1)}
+    return [(0, 1), (1, 1), *((zero, count) for zero in (2, 3) for count in sorted(groups))]
 
 
 def every_placement(graph: ModelGraph, mesh: Mesh, batch_labels) -> Iterator[tuple[dict, ...]]:

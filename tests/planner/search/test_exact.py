@@ -39,6 +39,7 @@ def problem(seed: int):
     """A graph, a number of GPUs, and pins that leave most open."""
     rng = random.Random(seed)
     two_axes = seed % 8 == 7
+    two_nodes = seed % 8 == 3
     graph = random_graph(seed, most_nodes=3 if two_axes else 5)
     attempt = 0
     while labellings(graph) > (30 if two_axes else MOST_LABELLINGS):
@@ -50,6 +51,8 @@ def problem(seed: int):
         gpus, mesh = 4, {"dp": 2, "tp": 2}
         if len(graph.units) > 2 and rng.random() < 0.5:
             mesh = {"pp": 2, rng.choice(("dp", "tp")): 2}
+    if two_nodes and graph.batch_size % 4 == 0:
+        gpus, mesh = 4, {"dp": 4}
     parts = 4 if graph.batch_size > 4 else rng.choice((2, 4))
     size = None if graph.batch_size <= 4 and rng.random() < 0.3 else max(1, graph.batch_size // parts)
     return graph, gpus, Pins(mesh=mesh, microbatch_size=size)
@@ -65,6 +68,8 @@ def limited(plans: list[Price], rng: random.Random) -> int | None:
 def run(seed: int) -> Outcome:
     graph, gpus, pins = problem(seed)
     cluster = replace(CLUSTER, gpu=replace(CLUSTER.gpu, overhead_bytes=0))
+    if gpus == 4 and "dp" in pins.mesh:
+        cluster = replace(cluster, gpus_per_node=2)  # ZeRO may split within a node
     plans = list(every_plan(graph, gpus, cluster, STACK, pins))
     limit = limited(plans, random.Random(seed)) if seed % 4 else None
     if limit is not None:

@@ -191,6 +191,15 @@ def test_sharded_data_parallel_gathers_padded_blocks(zero, gathers):
     assert found["dp", "reduce_scatter", block, "fsdp"] == BLOCKS
 
 
+def test_shards_within_groups_are_summed_over_the_groups():
+    found = lines(Mesh(dp=4, microbatches=2, replicas=2), zero=3)[0]
+    block = (HIDDEN * WIDTH + 6 * HIDDEN) * FLOAT  # two ranks divide all of it
+    assert found["dp_shard", "all_gather", block, "fsdp"] == 3 * BLOCKS
+    assert found["dp_shard", "reduce_scatter", block, "fsdp"] == BLOCKS
+    assert found["dp_replicate", "all_reduce", block // 2, "fsdp"] == BLOCKS
+    assert not any(axis == "dp" and reason == "fsdp" for axis, _, _, reason in found)
+
+
 def test_zero_1_exchanges_blocks_once_a_step_along_dims_that_tp_leaves_whole():
     found = lines(Mesh(dp=4, tp=2, microbatches=2), zero=1)[0]
     root = 8 * WIDTH * FLOAT  # 6 rows, padded

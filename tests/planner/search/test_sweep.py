@@ -7,9 +7,10 @@ from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.candidates import Pins, shardings_for
 from autopar.planner.search.infeasible import explain
 from autopar.planner.search.sweep import NothingFits, Setting, search
+from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp
 
 CLUSTER = load_cluster("h100-sxm")
@@ -107,10 +108,24 @@ def test_pins_that_no_plan_can_have():
         (Pins(mesh={}, zero=4), "ZeRO stage 4"),
         (Pins(mesh={}, activation_checkpoint="most"), "most"),
         (Pins(mesh={}, schedule="dual"), "dual"),
+        (Pins(mesh={}, zero=1, zero_shard_size=2), "contradict"),
     ):
         with pytest.raises(AutoparError) as error:
             pins.check()
         assert message in str(error.value)
+
+
+def test_shards_stay_within_a_node_where_that_pays():
+    pins = Pins(mesh={"dp": 16}, zero=3)
+    assert shardings_for(Mesh(dp=16), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 2))
+    assert shardings_for(Mesh(dp=8), pins, load_cluster("h100-sxm")) == ((3, 1),)
+    graph = residual_mlp(batch=256, width=2048, hidden=8192, depth=4)
+    free = search(setting(graph=graph, gpus=16, pins=pins)).best
+    whole = search(setting(graph=graph, gpus=16, pins=replace(pins, zero_shard_size=16))).best
+    near = search(setting(graph=graph, gpus=16, pins=replace(pins, zero_shard_size=8))).best
+    assert (whole.mesh.replicas, near.mesh.replicas) == (1, 2)
+    assert free.cost.step_seconds == min(whole.cost.step_seconds, near.cost.step_seconds)
+    assert near.cost.memory_bytes > whole.cost.memory_bytes
 
 
 def test_microbatches_fill_a_pipeline_when_pinned():
