@@ -91,12 +91,6 @@ class Evaluator:
     def _stage_memory(self) -> StageMemory:
         return StageMemory(prices=self.prices, optimizer=self.optimizer, precision=self.precision)
 
-    def with_prices(self, prices: Prices) -> Evaluator:
-        """The same placements on a mesh that differs in its replicas alone; nothing is lowered again."""
-        twin = replace(self, prices=prices)
-        vars(twin)["program"] = replace(self.program, mesh=prices.mesh)
-        return twin
-
     @property
     def mesh(self) -> Mesh:
         return self.prices.mesh

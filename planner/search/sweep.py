@@ -317,14 +317,12 @@ class _Sweep:
 
     def _priced(self, mesh: Mesh, placements: Placements) -> list[Candidate]:
         setting = self.setting
-        evaluators = {1: self._evaluator(mesh, placements)}
-        for _, replicas in shardings_for(mesh, setting.pins, setting.cluster):
-            if replicas not in evaluators:
-                evaluators[replicas] = evaluators[1].with_prices(self.prices(replace(mesh, replicas=replicas)))
+        shardings = shardings_for(mesh, setting.pins, setting.cluster)
+        evaluators = {r: self._evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
         pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
         for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
-            for zero, replicas in shardings_for(mesh, setting.pins, setting.cluster):
+            for zero, replicas in shardings:
                 for schedule in schedules_for(mesh, setting.pins):
                     found.append(self._candidate(evaluators[replicas], schedule, zero, checkpoint))
             if any(candidate.fits for candidate in found):
