@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from ..planner.errors import AutoparError
-from .commands import diff, emit, explain, graph, hardware, ops, plan, verify
+from .commands import diff, emit, explain, graph, hardware, ops, plan, timeline, verify
 from .console import print_error
 from .exit_codes import ExitCode
 
@@ -47,6 +47,7 @@ app.command("verify", short_help="Run the written code on CPU ranks against the 
 app.command("diff", short_help="Compare two plans by meaning.")(diff.diff)
 app.command("graph", short_help="Print work, depth and bounds of a model; draw it.")(graph.graph)
 app.command("explain", short_help="Say where a plan's time and memory go.")(explain.explain)
+app.command("timeline", short_help="Draw the simulated step of a plan.")(timeline.timeline)
 app.add_typer(hardware.app, name="hardware")
 app.command("ops", short_help="List the operations that can be sharded.")(ops.ops)
 

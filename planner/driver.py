@@ -194,6 +194,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
                 fqns=stage_names(graph, first, last),
                 num_parameters=cost.num_parameters,
                 forward_seconds=cost.forward.total,
+                send_seconds=cost.send_seconds,
                 backward_seconds=cost.backward.total,
                 step_seconds=cost.step_seconds,
                 memory_bytes=dict(cost.memory_bytes),

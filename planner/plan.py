@@ -41,6 +41,7 @@ class StagePlan:
     backward_seconds: float
     step_seconds: float  # once a step: gradient reduction, optimizer
     memory_bytes: Mapping[str, int]  # component -> peak bytes on one rank; "total" is their sum
+    send_seconds: float = 0.0  # one microbatch's message to the next stage
 
     @property
     def total_bytes(self) -> int:
