@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
 from .parameter_seconds import bytes_by_group
 from .prices import Prices
-from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
+from .step_collectives import HeldParameter, parameter_bytes, shard_bytes
 from .unit_costs import UnitCost
 
 
@@ -31,7 +31,8 @@ class StageMemory:
         parameters and unreduced gradients until the last backward; with one only those of the groups at work."""
         dp = self.prices.mesh.shards  # all of dp under ZeRO-1
         trained = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable)
-        frozen = sum(parameter_bytes(parameter) for parameter in stored if not parameter.trainable)
+        shards = dp if zero >= 2 else 1
+        frozen = sum(shard_bytes(parameter, shards, 0) for parameter in stored if not parameter.trainable)
         memory = state_bytes(
             trained,
             zero=zero,
@@ -39,7 +40,7 @@ class StageMemory:
             optimizer=self.optimizer,
             precision=self.precision,
             largest_unit_bytes=max(bytes_by_group(stored, 1).values(), default=0),
-            shard_bytes=self._shard_bytes(stored) if zero >= 2 else None,
+            shard_bytes=self._shard_bytes(stored, zero),
             frozen_bytes=frozen,
         )
         memory = self._as_kept(memory)
@@ -55,12 +56,13 @@ class StageMemory:
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=max((unit.working_bytes for unit in units), default=0))
 
-    def _shard_bytes(self, stored: Sequence[HeldParameter]) -> int | None:
-        """What FSDP2 leaves of trained parameters on the fullest rank, each cut by itself; flat buffers are even."""
-        dp = self.prices.mesh.dp
+    def _shard_bytes(self, stored: Sequence[HeldParameter], zero: int) -> int | None:
+        """What ZeRO leaves of trained parameters on the first rank, the fullest: each is cut by itself; flat buffers
+        are even."""
         if self.prices.stack.fsdp == "flat":
             return None
-        return sum(padded_bytes(parameter, dp) for parameter in stored if parameter.trainable) // dp
+        dp = self.prices.mesh.dp
+        return sum(shard_bytes(parameter, dp, 0, zero) for parameter in stored if parameter.trainable)
 
     def with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
         """Bytes by component, with what `in_flight` microbatches keep and the overhead."""
