@@ -22,7 +22,7 @@ class Builder:
     calls: tuple[ModuleCall, ...] = ()
     source: str = ""
     grad_enabled: bool = True
-    _detached: dict[Ref, Ref] = field(default_factory=dict)
+    detached: dict[Ref, Ref] = field(default_factory=dict)  # value -> what regions without gradient read of it
     _counts: dict[str, int] = field(default_factory=dict)
 
     def type_of(self, ref: Ref) -> TensorType:
@@ -61,6 +61,22 @@ class Builder:
             )
         )  # fmt: skip
 
+    def copy(
+        self,
+        node: FlatNode,
+        *,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        calls: tuple[ModuleCall, ...],
+    ) -> Ref:
+        """Append an operation of a repeated block with other operands; its types are what they are there."""
+        return self._append(
+            FlatNode(
+                name=node.op.split(".")[1], kind=Kind.OP, outputs=node.outputs, op=node.op, args=args, kwargs=kwargs,
+                calls=calls, source=node.source,
+            )
+        )  # fmt: skip
+
     def _append(self, node: FlatNode) -> Ref:
         count = self._counts.get(node.name, 0)
         self._counts[node.name] = count + 1
@@ -79,9 +95,9 @@ class Builder:
             return tuple(self._without_gradient(item) for item in arg)
         if not isinstance(arg, Ref) or not self.type_of(arg).requires_grad:
             return arg
-        if arg not in self._detached:
-            self._detached[arg] = self.op("aten.detach.default", (arg,), self.type_of(arg))
-        return self._detached[arg]
+        if arg not in self.detached:
+            self.detached[arg] = self.op("aten.detach.default", (arg,), self.type_of(arg))
+        return self.detached[arg]
 
     def reshape(self, ref: Ref, shape: Sequence[int]) -> Ref:
         """`ref` in this shape; nothing is added where it has it already."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -13,11 +13,16 @@ from torch import fx
 from ..errors import UnsupportedModel
 from .builder import Builder
 from .cells import Cell, read_all
-from .flat import FlatGraph, ModuleCall
+from .flat import FlatGraph, FlatNode, ModuleCall
+from .folded.refusals import CannotFold
 from .graph import Arg, Kind, ModelInput, Ref, TensorType, refs_of
 from .rewrites import REWRITES, positive, slice_bounds, symbols
+from .stamps import Stamp, make_stamp
+from .user_lines import in_stack_trace
 
-MAX_CONSTANT_ELEMENTS = 1 << 16
+if TYPE_CHECKING:
+    from .folded.block_calls import BlockCall
+
 # Names of arguments that hold dims of the first tensor argument.
 _DIM_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "dim2", "dimension", "axis")
 _NEW_DIM_OPS = ("unsqueeze", "stack")
@@ -32,7 +37,15 @@ class Leaf:
 
     kind: Kind
     name: str  # FQN of a parameter or buffer, else the name of the input or constant
+    requires_grad: bool = False
     constant: object = None
+
+
+class HasGraph(Protocol):
+    """A graph module, or a recording."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
 
 
 def tensor_type(value: torch.Tensor) -> TensorType:
@@ -50,51 +63,59 @@ def tensor_type(value: torch.Tensor) -> TensorType:
 
 @dataclass(slots=True)
 class Translator:
-    """Walks the graph and its regions. `locate` turns a stack trace into "file:line in function: code"."""
+    """Walks the graph and its regions."""
 
-    locate: Callable[[str], str]
     builder: Builder = field(default_factory=Builder)
-    inputs: list[ModelInput] = field(default_factory=list)
+    names: Mapping[str, str] = field(default_factory=dict)  # FQN of a parameter or buffer -> its canonical one
     autocast: bool = False
     _env: dict[fx.Node, Any] = field(default_factory=dict)
     _storages: dict[int, Cell] = field(default_factory=dict)
+    leaves: list[tuple[Leaf, Cell, Ref]] = field(default_factory=list)
     _tensors: dict[str, Cell] = field(default_factory=dict)
+    _stamps: dict[Hashable, Stamp] = field(default_factory=dict)
 
     def translate(
-        self, module: fx.GraphModule, leaves: Mapping[str, Leaf], batch_dims: Mapping[str, int | None], trains: set[str]
+        self, module: HasGraph, leaves: Mapping[str, Leaf], batch_dims: Mapping[str, int | None]
     ) -> FlatGraph:
-        """Translate the top graph; `trains` are the FQNs of parameters with a gradient."""
-        cells: list[tuple[Leaf, Cell, Ref]] = []
+        """Translate the graph of a step, whose one output is the loss."""
+        (output,) = self.run(module, leaves)
+        inputs = [
+            ModelInput(name=leaf.name, type=self.builder.type_of(first), batch_dim=batch_dims.get(leaf.name))
+            for leaf, _, first in self.leaves
+            if leaf.kind is Kind.INPUT
+        ]
+        updates = {
+            leaf.name: cell.read()
+            for leaf, cell, first in self.leaves
+            if leaf.kind is Kind.BUFFER and cell.read() != first
+        }
+        return FlatGraph(
+            nodes=tuple(self.builder.nodes), inputs=tuple(inputs), loss=output.read(), buffer_updates=updates
+        )
+
+    def run(self, module: HasGraph, leaves: Mapping[str, Leaf]) -> tuple[Cell, ...]:
+        """Translate a graph; `leaves` tells by name what its placeholders are. Its outputs."""
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                leaf = leaves[node.name]
-                cell = self._env[node] = self._leaf(node, leaf, batch_dims, leaf.name in trains)
-                cells.append((leaf, cell, cell.value))
-        (output,) = self._walk(module)
-        updates = {}
-        for leaf, cell, first in cells:
+                self._env[node] = self.leaf(leaves[node.name], node.meta["val"])
+        outputs = self._walk(module)
+        for leaf, cell, _ in self.leaves:
             if leaf.kind is Kind.PARAMETER and cell.version:
                 raise UnsupportedModel(
                     f"the forward writes to parameter {leaf.name}",
                     fix="update parameters in the optimizer, or make it a buffer",
                 )
-            if leaf.kind is Kind.BUFFER and cell.read() != first:
-                updates[leaf.name] = cell.read()
-        return FlatGraph(
-            nodes=tuple(self.builder.nodes), inputs=tuple(self.inputs), loss=output.read(), buffer_updates=updates
-        )
+        return outputs
 
-    def _leaf(self, node: fx.Node, leaf: Leaf, batch_dims: Mapping[str, int | None], trains: bool) -> Cell:
+    def leaf(self, leaf: Leaf, tensor: torch.Tensor) -> Cell:
+        """The cell of an input, parameter, buffer or constant; tied tensors have one."""
         is_tensor = leaf.kind in (Kind.PARAMETER, Kind.BUFFER)
         if is_tensor and leaf.name in self._tensors:  # tied
             return self._tensors[leaf.name]
-        value = tensor_type(node.meta["val"])
-        if leaf.kind is Kind.PARAMETER:
-            value = TensorType(shape=value.shape, dtype=value.dtype, requires_grad=trains)
-        if leaf.kind is Kind.INPUT:
-            self.inputs.append(ModelInput(name=leaf.name, type=value, batch_dim=batch_dims.get(leaf.name)))
+        value = replace(tensor_type(tensor), requires_grad=leaf.requires_grad)
         ref = self.builder.leaf(leaf.kind, leaf.name, value, fqn=leaf.name if is_tensor else "", constant=leaf.constant)
-        cell = self._cell(ref, node.meta["val"], owner=leaf.name)
+        cell = self._cell(ref, tensor, owner=leaf.name)
+        self.leaves.append((leaf, cell, ref))
         if is_tensor:
             self._tensors[leaf.name] = cell
         return cell
@@ -104,7 +125,7 @@ class Translator:
         self._storages.setdefault(_storage(value), cell)
         return cell
 
-    def _walk(self, module: fx.GraphModule) -> tuple[Cell, ...]:
+    def _walk(self, module: HasGraph) -> tuple[Cell, ...]:
         for node in module.graph.nodes:
             if node.op == "output":
                 return tuple(self._value(item) for item in _flat(node.args[0]))
@@ -120,13 +141,14 @@ class Translator:
             return tuple(self._value(item) for item in arg)
         return arg
 
-    def _visit(self, module: fx.GraphModule, node: fx.Node) -> None:
-        self.builder.calls = _calls(node)
-        self.builder.source = self.locate(node.meta.get("stack_trace") or "")
+    def _visit(self, module: HasGraph, node: fx.Node) -> None:
+        self._enter_context(node)
         if node.target is operator.getitem:
             self._env[node] = self._value(node.args[0])[node.args[1]]
         elif isinstance(node.target, torch._ops.OpOverload):
             self._operation(node, node.target)
+        elif "block" in node.meta:
+            self._env[node] = self._block(node, node.meta["block"])
         elif getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
             enabled, region, *args = node.args
             before, self.builder.grad_enabled = self.builder.grad_enabled, bool(enabled)
@@ -144,12 +166,44 @@ class Translator:
                 fix="write this part with plain tensor operations",
             )
 
-    def _region(self, module: fx.GraphModule, region: Any, args: Sequence[Any]) -> tuple[Cell, ...]:
+    def _enter_context(self, node: fx.Node) -> None:
+        """Where in the user's program the node lies: exported graphs say it by names, recorded ones by a `Context`."""
+        context = node.meta.get("context")
+        if context is None:
+            self.builder.calls = _calls(node)
+            self.builder.source = in_stack_trace(node.meta.get("stack_trace") or "")
+        else:
+            self.builder.calls, self.builder.source = context.calls, context.source
+            self.builder.grad_enabled, self.autocast = context.grad_enabled, context.autocast
+
+    def _region(self, module: HasGraph, region: Any, args: Sequence[Any]) -> tuple[Cell, ...]:
         inner = getattr(module, region.target)
         places = [node for node in inner.graph.nodes if node.op == "placeholder"]
         for place, arg in zip(places, args, strict=True):
             self._env[place] = self._value(arg)
         return self._walk(inner)
+
+    def _block(self, node: fx.Node, call: BlockCall) -> tuple[Cell, ...]:
+        """Stamp the nodes of a repeated block's template."""
+        arguments = tuple(self._value(arg).read() for arg in node.args[0])  # pyright: ignore
+        types = tuple(self.builder.type_of(ref) for ref in arguments)
+        key = (id(call.template), types)
+        if key not in self._stamps:
+            self._stamps[key] = make_stamp(call.template.recording, types, call.group)
+        return self._stamps[key].apply(self, call, arguments, node.meta["val"])
+
+    def tensor(self, call: BlockCall, node: FlatNode) -> Cell:
+        """The cell of a parameter or buffer of a block, given its node in the block's own graph."""
+        tensor = call.tensors[node.name]
+        fqn = f"{call.fqn}.{node.name}"
+        leaf = Leaf(kind=node.kind, name=self.names.get(fqn, fqn), requires_grad=node.outputs[0].requires_grad)
+        return self.leaf(leaf, tensor)
+
+    def result(self, ref: Ref, value: torch.Tensor, sealed_by: int | None) -> Cell:
+        """The cell of a block's result; `sealed_by`: its group, where writing to it would write elsewhere too."""
+        cell = self._cell(ref, value)
+        cell.sealed_by = sealed_by
+        return cell
 
     # Operations
 
@@ -243,6 +297,8 @@ class Translator:
         out: tuple[TensorType, ...],
     ) -> None:
         cell = bound[written]
+        if cell.root.sealed_by is not None:
+            raise CannotFold(cell.root.sealed_by, "its result is a view that is written to")
         if target._opname == "detach_":
             if self.builder.type_of(cell.read()).requires_grad:
                 cell.write(self.builder.op("aten.detach.default", (cell.read(),), out))

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import AutoparError
 from ..errors import UnsupportedModel
-from .export import NeedsValues, flat_graph
+from .constants import NeedsValues
 from .flat import FlatGraph
 from .folding import fold
 from .graph import ModelGraph, ParameterInfo, TensorType
 from .guard import guard
+from .light_torch import light_meta, without_garbage_collection
 from .model_file import LoadedModel, load_model_file
-from .step import Sample, TrainingStep, sample_inputs
+from .step import Sample, Traceable, TrainingStep, sample_inputs
+from .step_graph import step_graph
 
 MAX_CPU_BYTES = 8 << 30  # a module larger than this is not built on the CPU only to be captured
 
@@ -39,10 +41,12 @@ def capture_model(
     inputs: Mapping[str, str] | None = None,
     batch_size: int | None = None,
     guarded: bool = True,
+    is_exact: bool = False,
 ) -> CapturedModel:
     """Capture the training step of a model file at this global batch size (None: the file's own).
 
     `guarded`: compare the graph with one eager step in a child process, where that is quick.
+    `is_exact`: trace every operation with torch.export, instead of recording repeated blocks once.
 
     Raises:
         AutoparError: the file, its arguments or inputs are wrong.
@@ -52,28 +56,32 @@ def capture_model(
     size = loaded.default_batch_size if batch_size is None else batch_size
     if size < 1:
         raise AutoparError(f"batch size {size} is not positive", fix="give a batch size of at least 1")
-    captured = _on_meta_or_cpu(loaded, size, batch_size is None)
+    with without_garbage_collection():
+        captured = _on_meta_or_cpu(loaded, size, batch_size is None, is_exact)
     note = guard(captured.graph, loaded) if guarded else None
     if note is None:
         return captured
     return replace(captured, graph=replace(captured.graph, notes=(*captured.graph.notes, note)))
 
 
-def _on_meta_or_cpu(loaded: LoadedModel, size: int, is_default: bool) -> CapturedModel:
+def _on_meta_or_cpu(loaded: LoadedModel, size: int, is_default: bool, is_exact: bool) -> CapturedModel:
     notes: list[str] = []
     if isinstance(loaded.target, nn.Module):
-        return _captured(loaded, "cpu", size, is_default, notes)
+        return _captured(loaded, "cpu", size, is_default, is_exact, notes)
     try:
-        return _captured(loaded, "meta", size, is_default, notes)
+        with light_meta():
+            return _captured(loaded, "meta", size, is_default, is_exact, notes)
     except AutoparError as error:
         reason = error
     if not isinstance(reason, NeedsValues) and reason.__cause__ is None:
         raise reason  # our own refusal, which real tensors would not change
     notes.append(f"built on the CPU, since on meta: {reason.what}")
-    return _captured(loaded, "cpu", size, is_default, notes)
+    return _captured(loaded, "cpu", size, is_default, is_exact, notes)
 
 
-def _captured(loaded: LoadedModel, device: str, size: int, is_default: bool, notes: list[str]) -> CapturedModel:
+def _captured(
+    loaded: LoadedModel, device: str, size: int, is_default: bool, is_exact: bool, notes: list[str]
+) -> CapturedModel:
     module = loaded.build(device)
     parameters = sum(p.numel() * p.element_size() for p in module.parameters())
     if device == "cpu" and parameters > MAX_CPU_BYTES:
@@ -82,7 +90,7 @@ def _captured(loaded: LoadedModel, device: str, size: int, is_default: bool, not
             fix="; ".join(notes),
         )
     sample, batch_dims, size = batch_of(loaded, module, size, device, is_default)
-    flat, more = flat_of(loaded, module, sample, batch_dims)
+    flat, more = flat_of(loaded, module, sample, batch_dims, is_exact=is_exact)
     graph = fold(
         flat,
         name=loaded.path.stem,
@@ -94,19 +102,28 @@ def _captured(loaded: LoadedModel, device: str, size: int, is_default: bool, not
 
 
 def flat_of(
-    loaded: LoadedModel, module: nn.Module, sample: Sample, batch_dims: Mapping[str, int | None]
+    loaded: LoadedModel,
+    module: nn.Module,
+    sample: Sample,
+    batch_dims: Mapping[str, int | None],
+    *,
+    is_exact: bool = False,
 ) -> tuple[FlatGraph, tuple[str, ...]]:
-    """Capture a built module, unfolded."""
+    """Capture a built module, unfolded. `is_exact`: by torch.export alone."""
     if any(parameter._backward_hooks for parameter in module.parameters()):
         raise UnsupportedModel(
             "a parameter has a gradient hook, which the emitted code would not run",
             fix="remove register_hook from the parameters",
         )
     infos = tensor_infos(module)
-    canonical = {alias: fqn for fqn, info in infos.items() for alias in (fqn, *info.aliases)}
-    trains = {fqn for fqn, info in infos.items() if info.type.requires_grad}
-    step = TrainingStep(module, loaded.loss, sample.layout)
-    return flat_graph(step, sample.tensors, batch_dims, canonical, trains)
+    what = Traceable(
+        step=TrainingStep(module, loaded.loss, sample.layout),
+        tensors=sample.tensors,
+        batch_dims=batch_dims,
+        canonical={alias: fqn for fqn, info in infos.items() for alias in (fqn, *info.aliases)},
+        trains=frozenset(fqn for fqn, info in infos.items() if info.type.requires_grad),
+    )
+    return step_graph(what, is_exact=is_exact)
 
 
 def tensor_infos(module: nn.Module) -> dict[str, ParameterInfo]:

@@ -19,6 +19,7 @@ class Cell:
 
     value: Ref
     owner: str = ""  # the placeholder that the storage belongs to
+    sealed_by: int | None = None  # the group of blocks that it comes from, where it cannot be written to
     base: Cell | None = None
     view: Callable[[Ref], Ref] | None = None
     unview: Callable[[Ref, Ref], Ref] | None = None

@@ -7,6 +7,7 @@ file, from what the function returns, or from `--input name=int64[B,1024]`.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import AutoparError
 from ..errors import UnsupportedModel
+from .light_torch import Unfilled
 
 NAMES = ("build", "build_model", "model")
 DEFAULT_BATCH_SIZE = 8
@@ -123,7 +125,8 @@ class LoadedModel:
                 raise AutoparError(f"{self.name} is an instance, it cannot be built on {device}", where=str(self.path))
             return copy.deepcopy(self.target), None
         accepted = {k: v for k, v in self.arguments.items() if k in _parameters(self.target, self.arguments)}
-        with torch.random.fork_rng(devices=[]), torch.device(device):
+        drawn = Unfilled() if device == "meta" else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=[]), torch.device(device), drawn:
             torch.manual_seed(seed)
             made = _call(self.target, f"building {self.name}", self.path, **accepted)
         module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

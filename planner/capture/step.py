@@ -89,6 +89,22 @@ class TrainingStep(nn.Module):
         return self._loss(output, *args[:count], **_accepted(self._loss, kwargs))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traceable:
+    """A step and what a trace of it must know: inputs by name and their batch dims, canonical FQNs of tied tensors,
+    FQNs of trained parameters."""
+
+    step: TrainingStep
+    tensors: Mapping[str, Tensor]
+    batch_dims: Mapping[str, int | None]
+    canonical: Mapping[str, str]
+    trains: frozenset[str]
+
+    @property
+    def on_meta(self) -> bool:
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
+
 def _accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

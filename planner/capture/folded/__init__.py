@@ -1,0 +1,1 @@
+"""Capture whose time does not grow with depth: operations are recorded, repeated blocks once."""
