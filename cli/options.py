@@ -10,6 +10,10 @@ import typer
 
 from ..planner.errors import AutoparError
 
+ExactCapture = Annotated[
+    bool,
+    typer.Option("--exact-capture", help="Trace every operation with torch.export; repeated blocks are not shared."),
+]
 # Facts of a cluster that a user may know better than the catalogue.
 HbmGib = Annotated[float | None, typer.Option("--hbm-gib", help="Memory of a GPU, instead of the catalogue's.")]
 GpusPerNode = Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")]

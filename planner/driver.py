@@ -50,6 +50,7 @@ class PlanRequest:
     exact: bool = False
     time_limit_seconds: float | None = None
     tp_may_split_batch: bool = False
+    exact_capture: bool = False  # capture by torch.export alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,12 @@ def capture(request: PlanRequest) -> tuple[ModelGraph, PlanRequest]:
 
     path, name = split_model(request.model)
     captured = capture_model(
-        path, name=name, arguments=request.arguments, inputs=request.inputs, batch_size=request.batch_size
+        path,
+        name=name,
+        arguments=request.arguments,
+        inputs=request.inputs,
+        batch_size=request.batch_size,
+        is_exact=request.exact_capture,
     )
     loaded = captured.loaded
     return captured.graph, replace(request, model=f"{path}:{loaded.name}", arguments=loaded.arguments)

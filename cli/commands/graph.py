@@ -12,7 +12,7 @@ from ...cost_models.hardware import load_cluster
 from ...cost_models.stacks import load_stack
 from ...planner.errors import AutoparError
 from ..console import print_json, print_note, print_result, print_table, progress
-from ..options import parse_assignments
+from ..options import ExactCapture, parse_assignments
 
 if TYPE_CHECKING:
     from ...planner.capture.analysis import WorkDepth
@@ -37,6 +37,7 @@ def graph(
             "--input", metavar="NAME=DTYPE[SIZES]", help="An input: ids=int64[B,1024], B the batch; may be repeated."
         ),
     ] = None,
+    is_exact_capture: ExactCapture = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="A .svg or .html picture of the graph.")
     ] = None,
@@ -59,7 +60,13 @@ def graph(
     with progress(is_quiet=is_quiet) as report:
         report(f"capturing {model}")
         request = PlanRequest(
-            model=model, gpus=gpus, arguments=set_values, inputs=input_texts, cluster=cluster, batch_size=batch_size
+            model=model,
+            gpus=gpus,
+            arguments=set_values,
+            inputs=input_texts,
+            cluster=cluster,
+            batch_size=batch_size,
+            exact_capture=is_exact_capture,
         )
         captured, _ = capture(request)
         found = analyse_step(captured, gpu, software)

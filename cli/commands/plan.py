@@ -19,6 +19,7 @@ from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
 from ...planner.replay import parse_mesh
 from ..console import Progress, print_note, print_result, print_table, progress
 from ..options import (
+    ExactCapture,
     GpusPerNode,
     HbmGib,
     IntraNode,
@@ -95,6 +96,7 @@ def plan(
         bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")
     ] = False,
     is_exact: Annotated[bool, typer.Option("--exact", help="Decide all axes jointly; slow.")] = False,
+    is_exact_capture: ExactCapture = False,
     time_limit_seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop searching after this, with the best plan so far.")
     ] = None,
@@ -152,6 +154,7 @@ def plan(
         activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,
         tp_may_split_batch=may_split_batch,
         exact=is_exact,
+        exact_capture=is_exact_capture,
         time_limit_seconds=time_limit_seconds,
     )
     folder = out or default_folder(model)

@@ -48,7 +48,7 @@ def step_graph(what: Traceable, *, is_exact: bool) -> tuple[FlatGraph, tuple[str
 
 def _traced(what: Traceable, *, is_exact: bool) -> tuple[FlatGraph, tuple[str, ...]]:
     if is_exact:
-        return exported_graph(what), ()
+        return exported_graph(what), ("captured by torch.export, operation by operation, as asked for",)
     try:
         from .folded.capture import recorded_graph
 

@@ -1,0 +1,28 @@
+"""The same step captured by recording and by torch.export alone: every operation of every unit must agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.planner.capture import capture_model
+from autopar.planner.capture.graph import ModelGraph
+from autopar.planner.driver import fingerprint
+
+
+def without_lines(graph: ModelGraph) -> ModelGraph:
+    """A graph without the user's lines (torch.export knows only those in functions named forward) and notes."""
+    templates = tuple(replace(t, nodes=tuple(replace(n, source="") for n in t.nodes)) for t in graph.templates)
+    return replace(graph, templates=templates, notes=())
+
+
+def assert_recorded_equals_exported(path: Path, **options: object) -> tuple[str, ...]:
+    """Compare templates, units, names, types and arguments; the notes of the recording."""
+    recorded = capture_model(path, guarded=False, **options).graph
+    exported = capture_model(path, guarded=False, is_exact=True, **options).graph
+    ours, theirs = without_lines(recorded), without_lines(exported)
+    for one, other in zip(ours.templates, theirs.templates, strict=True):
+        assert one == other
+    assert ours == theirs
+    assert fingerprint(recorded, {}) == fingerprint(exported, {})
+    return recorded.notes
