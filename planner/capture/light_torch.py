@@ -31,16 +31,19 @@ class _Lazy(types.ModuleType):
     def __init__(self, name: str, *, is_package: bool, names: Mapping[str, object]) -> None:
         super().__init__(name)
         self.__dict__.update(names)
-        self.__dict__["_is_package"] = is_package
+        self.__dict__["_names"], self.__dict__["_is_package"] = tuple(names), is_package
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__path__" and not self._is_package:
-            raise AttributeError(name)  # the import system asks
+        is_in_place = sys.modules.get(self.__name__) is self
+        if is_in_place and name.startswith("__") and not (name == "__path__" and self._is_package):
+            raise AttributeError(name)  # the import system and `inspect` look at every module
         self.withdraw()
         return getattr(importlib.import_module(self.__name__), name)
 
     def withdraw(self) -> None:
-        """Leave the place to the real module."""
+        """Leave the place to the real module; who holds this one reaches the real one's names through it."""
+        for name in self._names:
+            self.__dict__.pop(name, None)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
             parent, _, child = self.__name__.rpartition(".")

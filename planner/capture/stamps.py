@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .cells import Cell
-from .constants import constant_of
 from .flat import FlatNode, ModuleCall
 from .folded.refusals import CannotFold
 from .graph import Arg, Kind, Ref, TensorType
@@ -114,12 +113,11 @@ def make_stamp(recording: Recording, types: Sequence[TensorType], group: int) ->
     leaves: dict[str, Leaf] = {}
     for name, source in recording.sources.items():
         trains = types[int(source.name)].requires_grad if source.kind is Kind.INPUT else source.tensor.requires_grad
-        constant = constant_of(source.tensor, source.name) if source.kind is Kind.CONSTANT else None
         leaves[name] = Leaf(
             kind=source.kind,
             name=source.name,
             requires_grad=trains and source.kind is not Kind.BUFFER,
-            constant=constant,
+            constant=source.values,
         )
     cells = translator.run(recording, leaves)
     own = {id(cell): leaf for leaf, cell, _ in translator.leaves}

@@ -40,10 +40,13 @@ def in_frames(frames: traceback.StackSummary) -> str:
 
 
 def running() -> str:
-    """The innermost line of the user's code that is running now, called from a training step; "" for none."""
+    """The innermost line of a `forward` of the user's that is running now; "" for none.
+
+    Of functions that forward calls, torch.export tells the line that calls them. So does this.
+    """
     frame = sys._getframe(1)
     while frame is not None and (file := frame.f_code.co_filename) != _CALLER:
-        if not file.startswith(_OURS):
+        if frame.f_code.co_name == "forward" and not file.startswith(_OURS):
             return line(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""

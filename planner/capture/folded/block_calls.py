@@ -48,14 +48,16 @@ class _Shared:
     members: list[Member]
     key: Hashable
     shape: CallShape
+    is_checked: bool = False  # the last copy was recorded too, and is the same
 
 
 @dataclass(slots=True)
 class BlockCalls:
-    """The hooks on the blocks of some groups."""
+    """The hooks on the blocks of some groups. `same`: whether two templates of a group are the same graph."""
 
     groups: tuple[Group, ...]
     recorder: Recorder
+    same: Callable[[Template, Template, int], bool]
     _shared: dict[Hashable, list[_Shared]] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -85,7 +87,12 @@ class BlockCalls:
             except ValueError as error:
                 raise CannotFold(group.number, f"an argument is a {error}") from error
             key, values = _key(group, member, shape)
-        template = self._known(member, key, values) or self._recorded(group, member, shape, key, values)
+        shared = self._known(member, key, values)
+        if shared is None:
+            shared = self._recorded(group, member, shape, key, values)
+        elif member is group.members[-1] and not shared.is_checked:
+            self._compare(group, member, shared)
+        template = shared.template
         with torch._C.DisableTorchFunction(), torch_private.unseen():
             results = [like.empty(is_leaf=False) for like in template.results]
             named = {name: tensor for name, _, tensor in reversed(list(member.tensors()))}
@@ -95,25 +102,26 @@ class BlockCalls:
         found = {"value": lambda value: value, "argument": tensors.__getitem__, "result": results.__getitem__}
         return tree_unflatten([found[kind](value) for kind, value in template.outputs], template.spec)
 
-    def _known(self, member: Member, key: Hashable, values: Mapping[tuple[int, str], Hashable]) -> Template | None:
+    def _known(self, member: Member, key: Hashable, values: Mapping[tuple[int, str], Hashable]) -> _Shared | None:
         for shared in self._shared.get(key, ()):
             if all(values[place] == value for place, value in shared.values.items()):
                 if member not in shared.members:
                     shared.members.append(member)
-                return shared.template
+                return shared
         return None
 
     def _recorded(
         self, group: Group, member: Member, shape: CallShape, key: Hashable, values: Mapping[tuple[int, str], Hashable]
-    ) -> Template:
+    ) -> _Shared:
         self._stop_early(group)
         with torch_private.unseen():
             template = record_template(group, member, shape)
         if _key(group, member, shape)[0] != key:
             raise CannotFold(group.number, "it changes global state")
         read = {place: values[place] for place in template.reads}
-        self._shared.setdefault(key, []).append(_Shared(template, read, [member], key, shape))
-        return template
+        shared = _Shared(template, read, [member], key, shape)
+        self._shared.setdefault(key, []).append(shared)
+        return shared
 
     def _stop_early(self, group: Group) -> None:
         ours = [s for alike in self._shared.values() for s in alike if s.members[0] in group.members]
@@ -121,24 +129,29 @@ class BlockCalls:
         if len(last) == MAX_SINGLES and all(len(shared.members) == 1 for shared in last):
             raise CannotFold(group.number, "each copy computes something else")
 
-    def check(self, same: Callable[[Template, Template, int], bool]) -> None:
-        """Record the last copy of each template too; called where the forward has run.
+    def check(self) -> None:
+        """Record the last copy of each template too, where that is not done yet; called where the forward has run.
 
         Raises:
             CannotFold: it differs from the first.
         """
         of = {member: group for group in self.groups for member in group.members}
         for shared in [shared for alike in self._shared.values() for shared in alike if len(shared.members) > 1]:
+            if shared.is_checked:
+                continue
             member = shared.members[-1]
             group = of[member]
             key, values = _key(group, member, shared.shape)
-            with torch_private.unseen():
-                again = record_template(group, member, shared.shape)
-            alike = all(values[place] == value for place, value in shared.values.items())
-            if key != shared.key or not alike or again.reads != shared.template.reads:
+            if key != shared.key or any(values[place] != value for place, value in shared.values.items()):
                 raise CannotFold(group.number, "state around it changes while the model runs")
-            if not same(shared.template, again, group.number):
-                raise CannotFold(group.number, "copies that look alike compute different things")
+            self._compare(group, member, shared)
+
+    def _compare(self, group: Group, member: Member, shared: _Shared) -> None:
+        with torch_private.unseen():
+            again = record_template(group, member, shared.shape)
+        if again.reads != shared.template.reads or not self.same(shared.template, again, group.number):
+            raise CannotFold(group.number, "copies that look alike compute different things")
+        shared.is_checked = True
 
 
 def _key(group: Group, member: Member, shape: CallShape) -> tuple[Hashable, dict[tuple[int, str], Hashable]]:

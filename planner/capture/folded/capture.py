@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
 from ..canonical import Leaf, Translator
-from ..constants import NeedsValues, constant_of
+from ..constants import NeedsValues
 from ..export_guards import quiet, refusing_lost_gradients
 from ..flat import FlatGraph
 from ..graph import Kind
@@ -62,7 +62,7 @@ def _attempt(
         paths[id(module)] = path
     calls = ModuleCalls(paths)
     recorder = Recorder(known, calls)
-    blocks = BlockCalls(groups, recorder)
+    blocks = BlockCalls(groups, recorder, same_graph)
     entries = _buffers(model)
     with _restoring_attributes(model), quiet(), mode, refusing_lost_gradients(), torch_private.as_if_exporting():
         for name, tensor in tensors.items():
@@ -70,7 +70,7 @@ def _attempt(
         try:
             with torch_private.recording(recorder), calls.followed(), blocks.hooked():
                 loss = what.step(*tensors.values())
-                blocks.check(same_graph)
+                blocks.check()
                 if _buffers(model) != entries:
                     raise CannotRecord("a buffer that is assigned")
             recording = recorder.finish((loss,))
@@ -79,7 +79,7 @@ def _attempt(
         except Exception as error:  # torch.export says what is wrong
             first = str(error).strip().partition("\n")[0]
             raise CannotRecord(f"{type(error).__name__}: {first}" if first else type(error).__name__) from error
-        return _translated(what, recording)
+    return _translated(what, recording)
 
 
 def _translated(what: Traceable, recording: Recording) -> FlatGraph:
@@ -96,7 +96,7 @@ def _translated(what: Traceable, recording: Recording) -> FlatGraph:
 
 def _leaf(what: Traceable, source: Source) -> Leaf:
     if source.kind is Kind.CONSTANT:
-        return Leaf(kind=source.kind, name=source.name, constant=constant_of(source.tensor, source.name))
+        return Leaf(kind=source.kind, name=source.name, constant=source.values)
     name = source.name if source.kind is Kind.INPUT else what.canonical.get(source.name, source.name)
     is_trained = source.kind is Kind.PARAMETER and name in what.trains
     return Leaf(kind=source.kind, name=name, requires_grad=is_trained)
@@ -133,12 +133,12 @@ def _data_free(what: Traceable) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
 
 @contextlib.contextmanager
 def _restoring_attributes(model: nn.Module) -> Iterator[None]:
-    """Undo what the forward changes in attributes of modules and in containers that they hold."""
+    """Undo what the forward changes in attributes of modules and in containers that they hold, hooks among them."""
     before = [(module, {k: v for k, v in module.__dict__.items() if k not in OF_MODULES}) for module in model.modules()]
     containers = [
         (value, value.copy())
-        for _, attributes in before
-        for value in attributes.values()
+        for module, _ in before
+        for value in module.__dict__.values()
         if isinstance(value, list | dict | set)
     ]
     try:
@@ -150,5 +150,6 @@ def _restoring_attributes(model: nn.Module) -> Iterator[None]:
                 del own[name]
             own.update(attributes)
         for value, content in containers:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+            if len(value) or len(content):
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..constants import constant_of
 from ..flat import ModuleCall
 from ..graph import Kind
 from ..user_lines import running
@@ -47,11 +49,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a placeholder stands for."""
+    """What a placeholder stands for. `values`: of a constant, as nested tuples."""
 
     kind: Kind
     name: str
     tensor: Tensor
+    values: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,10 @@ class Recorder(torch_private.PreDispatchMode):
             raise CannotRecord("a tensor without data that is no input, parameter or buffer")
         if tensor.requires_grad or tensor.device.type != "cpu" or type(tensor) is not Tensor:
             raise CannotRecord("a tensor that is no input, parameter or buffer")
-        return Source(kind=Kind.CONSTANT, name=f"constant_{len(self.sources)}", tensor=tensor)
+        name = f"constant_{len(self.sources)}"
+        with _disable_current_modes():
+            values = constant_of(tensor, name)
+        return Source(kind=Kind.CONSTANT, name=name, tensor=tensor, values=values)
 
     def _track(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node

@@ -6,21 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.planner.capture import capture_model
-from autopar.planner.capture.graph import ModelGraph
 from autopar.planner.driver import fingerprint
 
 
-def without_lines(graph: ModelGraph) -> ModelGraph:
-    """A graph without the user's lines (torch.export knows only those in functions named forward) and notes."""
-    templates = tuple(replace(t, nodes=tuple(replace(n, source="") for n in t.nodes)) for t in graph.templates)
-    return replace(graph, templates=templates, notes=())
-
-
 def assert_recorded_equals_exported(path: Path, **options: object) -> tuple[str, ...]:
-    """Compare templates, units, names, types and arguments; the notes of the recording."""
+    """Compare templates, units, names, types, arguments and lines; the notes of the recording."""
     recorded = capture_model(path, guarded=False, **options).graph
     exported = capture_model(path, guarded=False, is_exact=True, **options).graph
-    ours, theirs = without_lines(recorded), without_lines(exported)
+    ours, theirs = replace(recorded, notes=()), replace(exported, notes=())
     for one, other in zip(ours.templates, theirs.templates, strict=True):
         assert one == other
     assert ours == theirs
