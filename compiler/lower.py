@@ -121,7 +121,7 @@ def _check_stages(program: ModelProgram, stages: Sequence[tuple[int, int]]) -> N
             where="plan.json: stages",
             fix="plan again, the model has changed",
         )
-    if len(stages) != program.mesh.pp:
+    if len(stages) % program.mesh.pp:
         raise AutoparError(f"{len(stages)} stages on a mesh with pp={program.mesh.pp}", where="plan.json: stages")
 
 

@@ -12,6 +12,7 @@ from ..planner.errors import AutoparError
 from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json, rounded
 from ..planner.search.candidates import zero_stages
+from ..planner.search.split_backward import loses_weights
 from .exporters.pytorch import Provenance, options_of, render_files
 from .launchers.torchrun import render_training
 from .lower import lower
@@ -34,6 +35,12 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
     plan = rounded(plan)  # emitted again from the file it is the same text
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
     options = options_of(plan)
+    if reason := loses_weights(model.program, plan.schedule, [(stage.first, stage.last) for stage in plan.stages]):
+        raise AutoparError(
+            reason,
+            where="plan.json: schedule, stages",
+            fix="choose a schedule that does not split the backward, such as 1f1b or interleaved",
+        )
     source = f"{Path(plan.model.path).name}:{plan.model.name}"
     provenance = Provenance(version=plan.autopar_version, source=source, plan=plan.fingerprint[:12])
     return {

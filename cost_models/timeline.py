@@ -2,23 +2,26 @@
 
 Each rank runs its actions in their order. A forward waits for the activation of the stage before it, a backward for the
 gradient of the stage after it; both arrive `p2p_seconds` after they were made. Transfers do not keep a rank busy.
+A backward may be split: I makes the gradients of a stage's inputs, which the stage before waits for, W those of its
+weights, for which nobody waits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-FORWARD, BACKWARD = "F", "B"
-_PATTERN = re.compile(r"(\d+)([FB])(\d+)")
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = KINDS = ("F", "B", "I", "W")
+_SLOT = {kind: slot for slot, kind in enumerate(KINDS)}
+_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One microbatch through one stage; prints as `2F0`: stage, F or B, microbatch."""
+    """One microbatch through one stage; prints as `2F0`: stage, kind, microbatch."""
 
     stage: int
     kind: str
@@ -55,10 +58,10 @@ class ActionTable:
 
     @cached_property
     def steps(self) -> tuple[tuple[int, int, int, int, int], ...]:
-        """(rank, duration slot, producer, edge, own forward) in topological order; -1 where there is none.
+        """(rank, duration slot, producer, edge, own action before) in topological order; -1 where there is none.
 
-        Producer and own forward are positions in this order, edge is the stage whose output crosses (s for s -> s+1).
-        The duration slot of (stage, kind) is 2 * stage, plus 1 for a backward.
+        Producer and own action are positions in this order, edge is the stage whose output crosses (s for s -> s+1).
+        The duration slot of (stage, kind) is `_slot`.
         """
         everything = list(chain.from_iterable(self.by_rank))
         known = set(everything)
@@ -75,7 +78,7 @@ class ActionTable:
             actions = self.by_rank[rank]
             while next_of[rank] < len(actions):
                 action = actions[next_of[rank]]
-                producer, edge, own = _needs(action, last_stage)
+                producer, edge, own = _needs(action, last_stage, known)
                 missing = next((need for need in (producer, own) if need is not None and need not in position), None)
                 if missing is not None:
                     if missing not in known:
@@ -85,7 +88,7 @@ class ActionTable:
                 steps.append(
                     (
                         rank,
-                        2 * action.stage + (action.kind == BACKWARD),
+                        _slot(action.stage, action.kind),
                         -1 if producer is None else position[producer],
                         edge,
                         -1 if own is None else position[own],
@@ -104,13 +107,22 @@ class ActionTable:
         return 1 + max((action.stage for actions in self.by_rank for action in actions), default=-1)
 
 
-def _needs(action: Action, last_stage: int) -> tuple[Action | None, int, Action | None]:
+def _slot(stage: int, kind: str) -> int:
+    return len(KINDS) * stage + _SLOT[kind]
+
+
+def _needs(action: Action, last_stage: int, known: Container[Action]) -> tuple[Action | None, int, Action | None]:
     """What another stage must have made, over which edge, and what this stage must have run."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == FORWARD:
         return (Action(stage - 1, FORWARD, microbatch), stage - 1, None) if stage else (None, -1, None)
+    if action.kind == WEIGHT_GRADIENT:
+        return None, -1, Action(stage, INPUT_GRADIENT, microbatch)
     own = Action(stage, FORWARD, microbatch)
-    return (Action(stage + 1, BACKWARD, microbatch), stage, own) if stage < last_stage else (None, -1, own)
+    if stage == last_stage:
+        return None, -1, own
+    split = Action(stage + 1, INPUT_GRADIENT, microbatch)
+    return split if split in known else Action(stage + 1, BACKWARD, microbatch), stage, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +159,9 @@ def _run(
     table: ActionTable, durations: Mapping[tuple[int, str], float], edges: Sequence[float], slow: Mapping[int, float]
 ) -> tuple[list[float], list[float], list[float]]:
     """(start by step, end by step, time at which each rank is done)."""
-    length = [0.0] * (2 * table.num_stages)
+    length = [0.0] * (len(KINDS) * table.num_stages)
     for (stage, kind), seconds in durations.items():
-        length[2 * stage + (kind == BACKWARD)] = seconds
+        length[_slot(stage, kind)] = seconds
     factor = [slow.get(rank, 1.0) for rank in range(len(table.by_rank))]
     free = [0.0] * len(table.by_rank)
     starts: list[float] = []
@@ -175,7 +187,7 @@ def simulate(
 ) -> Timeline:
     """Run the schedule.
 
-    `durations`: (stage, "F" or "B") -> seconds of one microbatch. `p2p_seconds`: of one transfer, alike on every edge
+    `durations`: (stage, kind) -> seconds of one microbatch. `p2p_seconds`: of one transfer, alike on every edge
     or one number for each edge s -> s+1. `slow`: rank -> factor on its compute (stragglers).
 
     Raises:

@@ -120,7 +120,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "cluster": ("cluster", "cluster_overrides", "gpus", "stack"),
     "batch": ("batch_size", "microbatches"),
-    "schedule": ("schedule",),
+    "schedule": ("schedule", "stages_per_rank"),
     "zero": ("zero", "zero_shard_size"),
     "activation_checkpoint": ("activation_checkpoint",),
     "precision": ("precision",),
@@ -295,14 +295,14 @@ def _measures(old: Plan, new: Plan) -> tuple[Measure, ...]:
     axes = sorted({c.axis for plan in (old, new) for c in plan.collectives})
     return (
         measure("step_time", "seconds", lambda plan: plan.step_seconds),
-        measure("memory", "bytes", lambda plan: max(stage.total_bytes for stage in plan.stages)),
+        measure("memory", "bytes", lambda plan: max(memory["total"] for memory in plan.memory_by_rank)),
         measure("communication", "bytes", communication_bytes),
         *(measure(f"communication.{a}", "bytes", lambda plan, a=a: communication_bytes(plan, axis=a)) for a in axes),
     )
 
 
 def communication_bytes(plan: Plan, *, axis: str | None = None) -> int:
-    """Payload that collectives move in a step, of the stage that moves most."""
+    """Payload that collectives move in a step, of the pipeline rank that moves most."""
     by_stage: dict[int, int] = defaultdict(int)
     for use in plan.collectives:
         if axis is None or use.axis == axis:

@@ -17,6 +17,7 @@ from ..cost_models.stacks import load_stack
 from .capture.graph import Kind, ModelGraph
 from .placements import mesh_of, placements_of, program_of
 from .plan import Alternative, ModelSource, Plan, SolverReport, StagePlan
+from .schedules import get_schedule
 from .sharding.mesh import MICROBATCH
 from .sharding.placement import REPLICATED, normal, parse_pair
 from .sharding.program import model_program
@@ -44,6 +45,7 @@ class PlanRequest:
     mesh: Mapping[str, int] = field(default_factory=dict)
     microbatch_size: int | None = None
     schedule: str | None = None
+    stages_per_rank: int | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None
     zero_shard_size: int | None = None
@@ -131,6 +133,7 @@ def plan_graph(
         mesh=dict(request.mesh),
         microbatch_size=request.microbatch_size,
         schedule=request.schedule,
+        stages_per_rank=request.stages_per_rank,
         zero=request.zero,
         activation_checkpoint=request.activation_checkpoint,
         zero_shard_size=request.zero_shard_size,
@@ -204,8 +207,10 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
                 backward_seconds=cost.backward.total,
                 step_seconds=cost.step_seconds,
                 memory_bytes=dict(cost.memory_bytes),
+                action_seconds=dict(cost.action_seconds) if best.mesh.pp > 1 else {},
+                rank=get_schedule(best.schedule).rank_of(stage, best.mesh.pp),
             )
-            for (first, last), cost in zip(best.stages, best.cost.stages, strict=True)
+            for stage, ((first, last), cost) in enumerate(zip(best.stages, best.cost.stages, strict=True))
         ),
         placements={
             template.name: {node: dict(labels) for node, labels in sorted(placement.items())}
@@ -237,6 +242,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         ),
         pins=setting.pins.described() | ({"tp-may-split-batch": "true"} if setting.tp_may_split_batch else {}),
         notes=tuple(notes),
+        rank_memory_bytes=tuple(map(dict, best.cost.rank_memory)) if len(best.stages) > best.mesh.pp else (),
     )
 
 
@@ -259,7 +265,7 @@ def _choice(candidate: Candidate) -> tuple[object, ...]:
 
 def _alternative(candidate: Candidate, note: str) -> Alternative:
     mesh = candidate.mesh
-    fullest = max(candidate.cost.stages, key=lambda stage: stage.memory_bytes["total"]).memory_bytes
+    fullest = max(candidate.cost.rank_memory, key=lambda memory: memory["total"])
     return Alternative(
         mesh=mesh.written,
         microbatches=mesh.microbatches,
@@ -271,6 +277,7 @@ def _alternative(candidate: Candidate, note: str) -> Alternative:
         note=note,
         time_breakdown_seconds=dict(candidate.cost.breakdown),
         memory_breakdown_bytes={name: size for name, size in fullest.items() if name != "total" and size},
+        stages_per_rank=len(candidate.stages) // mesh.pp,
     )
 
 

@@ -39,7 +39,8 @@ def decision_line(plan: Plan) -> str:
     else:
         parts.append(f"one microbatch of {samples} {unit}")
     if plan.schedule != "none":
-        parts.append(f"schedule {plan.schedule}")
+        several = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
+        parts.append(f"schedule {plan.schedule}{several}")
     if plan.mesh.get("dp", 1) > 1:
         within = f" within groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
         parts.append(f"ZeRO-{plan.zero}{within}")
@@ -67,17 +68,27 @@ def _format_rate(rate: float) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """What each stage holds, its memory against capacity, its time a microbatch and after the last of them."""
+    """What each stage holds, its memory against capacity, its time a microbatch and after the last of them.
+
+    Where ranks hold several stages, the rank is said, and the memory of all of them behind its first one.
+    """
     capacity = plan.memory_capacity_bytes
+    is_several = plan.stages_per_rank > 1
+    shown: set[int] = set()
     rows = []
     for index, stage in enumerate(plan.stages):
-        used = f" ({stage.total_bytes / capacity:.0%})" if capacity else ""
+        used = f"{format_bytes(stage.total_bytes)}{_of_capacity(stage.total_bytes, capacity)}"
+        if is_several:
+            total = plan.memory_by_rank[stage.rank]["total"]
+            used = "" if stage.rank in shown else f"{format_bytes(total)}{_of_capacity(total, capacity)}"
+            shown.add(stage.rank)
         rows.append(
             (
                 str(index),
+                *([str(stage.rank)] if is_several else []),
                 " ".join(stage.fqns) or f"units {stage.first} to {stage.last - 1}",
                 format_count(stage.num_parameters),
-                f"{format_bytes(stage.total_bytes)}{used}",
+                used,
                 format_seconds(stage.forward_seconds),
                 format_seconds(stage.backward_seconds),
                 format_seconds(stage.step_seconds),
@@ -87,6 +98,7 @@ def stage_table(plan: Plan) -> Table:
         title="Stages",
         columns=(
             "stage",
+            *(["rank"] if is_several else []),
             "blocks",
             "parameters a GPU",
             f"memory of {format_bytes(capacity)}",
@@ -97,6 +109,10 @@ def stage_table(plan: Plan) -> Table:
         rows=tuple(rows),
         num_numeric=5,
     )
+
+
+def _of_capacity(size: int, capacity: int) -> str:
+    return f" ({size / capacity:.0%})" if capacity else ""
 
 
 def time_table(plan: Plan) -> Table:
@@ -122,16 +138,28 @@ def _share(part: float, total: float) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Memory by component, of the stage that needs most."""
-    index, stage = max(enumerate(plan.stages), key=lambda item: item[1].total_bytes)
+    """Memory by component, of the stage (or the rank with several stages) that needs most."""
+    index, memory = _fullest(plan)
     rows = [
-        (name.replace("_", " "), format_bytes(size), _share(size, stage.total_bytes))
-        for name, size in sorted(stage.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
+        (name.replace("_", " "), format_bytes(size), _share(size, memory["total"]))
+        for name, size in sorted(memory.items(), key=lambda item: (-item[1], item[0]))
         if size and name != "total"
     ]
     return Table(
-        title=f"Memory of stage {index}", columns=("component", "size", "share"), rows=tuple(rows), num_numeric=2
+        title=f"Memory of {_where(plan)} {index}",
+        columns=("component", "size", "share"),
+        rows=tuple(rows),
+        num_numeric=2,
     )
+
+
+def _fullest(plan: Plan) -> tuple[int, Mapping[str, int]]:
+    return max(enumerate(plan.memory_by_rank), key=lambda item: item[1]["total"])
+
+
+def _where(plan: Plan) -> str:
+    """What memory and collectives are counted by: a rank, if that is not the same as a stage."""
+    return "rank" if plan.stages_per_rank > 1 else "stage"
 
 
 def communication_table(plan: Plan) -> Table:
@@ -152,7 +180,7 @@ def communication_table(plan: Plan) -> Table:
             rows.append((f"{first}" if first == last else f"{first}-{last}", axis, op, str(count), format_bytes(size)))
     return Table(
         title="Collectives a step",
-        columns=("stage", "axis", "operation", "count", "payload"),
+        columns=(_where(plan), "axis", "operation", "count", "payload"),
         rows=tuple(rows),
         num_numeric=2,
     )
@@ -168,7 +196,7 @@ def runner_up_table(plan: Plan) -> Table:
         (
             format_mesh(other.mesh),
             str(other.microbatches),
-            other.schedule,
+            other.schedule if other.stages_per_rank == 1 else f"{other.schedule} x{other.stages_per_rank}",
             str(other.zero),
             other.activation_checkpoint,
             other.note,
@@ -229,17 +257,17 @@ def _time_sentences(plan: Plan) -> tuple[str, ...]:
 def _memory_sentences(plan: Plan) -> tuple[str, ...]:
     if not plan.memory_capacity_bytes:
         return ()
-    index, stage = max(enumerate(plan.stages), key=lambda item: item[1].total_bytes)
-    fraction = stage.total_bytes / plan.memory_capacity_bytes
+    index, memory = _fullest(plan)
+    fraction = memory["total"] / plan.memory_capacity_bytes
     name, size = max(
-        ((name, size) for name, size in sorted(stage.memory_bytes.items()) if name != "total"),
+        ((name, size) for name, size in sorted(memory.items()) if name != "total"),
         key=lambda item: item[1],
         default=("", 0),
     )
-    what = f", {size / max(stage.total_bytes, 1):.0%} of it {name.replace('_', ' ')}" if name else ""
+    what = f", {size / max(memory['total'], 1):.0%} of it {name.replace('_', ' ')}" if name else ""
     binding = "Memory nearly binds" if fraction > 0.9 else "Memory does not bind"
     return (
-        f"{binding}: stage {index} needs {format_bytes(stage.total_bytes)} of "
+        f"{binding}: {_where(plan)} {index} needs {format_bytes(memory['total'])} of "
         f"{format_bytes(plan.memory_capacity_bytes)}{what}.",
     )
 

@@ -31,7 +31,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Units [first, last) of the model graph on one pipeline stage; the prelude is on every stage that needs it."""
+    """Units [first, last) of the model graph on one pipeline stage; the prelude is on every stage that needs it.
+
+    Where a rank holds several stages, `memory_bytes` is what this one needs of it, without the overhead.
+    """
 
     first: int
     last: int
@@ -41,6 +44,9 @@ class StagePlan:
     backward_seconds: float
     step_seconds: float  # once a step: gradient reduction, optimizer
     memory_bytes: Mapping[str, int]  # component -> peak bytes on one rank; "total" is their sum
+    rank: int  # on pp
+    # What the simulated step takes for an action of each kind, the host's part included: "F", and "B" or "I" and "W".
+    action_seconds: Mapping[str, float] = _optional()
     send_seconds: float = 0.0  # one microbatch's message to the next stage
 
     @property
@@ -50,9 +56,9 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePlan:
-    """Collectives of one rank of one stage in a whole step, of one kind, axis and payload size."""
+    """Collectives of one rank in a whole step, of one kind, axis and payload size."""
 
-    stage: int
+    stage: int  # rank on pp: the number of the stage, where ranks hold one
     axis: str  # "tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp", "world", "tied"
     op: str
     count: int
@@ -75,6 +81,7 @@ class Alternative:
     note: str = ""  # what people ask for by name: "dp only", "ZeRO-3 only"
     time_breakdown_seconds: Mapping[str, float] = _optional()  # as of the plan
     memory_breakdown_bytes: Mapping[str, int] = _optional()  # component -> bytes, of the fullest stage
+    stages_per_rank: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +117,10 @@ class Plan:
     stack: str
     mesh: Mapping[str, int]  # pp, dp, tp; ep and cp only where they have more than one rank
     microbatches: int
-    schedule: str  # "none" | "gpipe" | "1f1b"
+    schedule: str  # a file of schedules/: "none", "1f1b" ...
     zero: int
     activation_checkpoint: str  # "none" | "selective" | "full"
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StagePlan, ...]  # in the order of the model
     placements: Mapping[str, Mapping[str, Mapping[str, str]]]
     tensors: Mapping[str, Mapping[str, str]]
     tensor_shapes: Mapping[str, tuple[int, ...]]  # by the same patterns
@@ -128,3 +135,14 @@ class Plan:
     notes: tuple[str, ...] = ()
     zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks of dp that ZeRO-2 and 3 split; 0: all
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...
+    # By rank on pp, of all its stages together: component -> bytes. Empty where every rank holds one stage.
+    rank_memory_bytes: tuple[Mapping[str, int], ...] = field(default=(), metadata={IS_OPTIONAL: True})
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.mesh["pp"]
+
+    @property
+    def memory_by_rank(self) -> tuple[Mapping[str, int], ...]:
+        """Component -> bytes, by rank on pp."""
+        return self.rank_memory_bytes or tuple(stage.memory_bytes for stage in self.stages)

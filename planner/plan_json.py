@@ -256,9 +256,15 @@ def _check_facts(data: Json, where: str) -> None:
         "make the product of the axes equal gpus",
     )
     require(
-        len(stages) == mesh["pp"],
+        len(stages) % mesh["pp"] == 0,
         f"$.stages has {len(stages)} stages, but $.mesh.pp is {mesh['pp']}",
-        "write one entry per pipeline stage",
+        "write as many stages for every pipeline rank, in the order of the model",
+    )
+    memory = data.get("rank_memory_bytes", [])
+    require(
+        len(memory) == (0 if len(stages) == mesh["pp"] else mesh["pp"]),
+        f"$.rank_memory_bytes has {len(memory)} entries for {len(stages)} stages on pp={mesh['pp']}",
+        "write one entry per pipeline rank where ranks hold several stages, else none",
     )
     for index, stage in enumerate(stages):
         require(
@@ -288,7 +294,11 @@ def _plan(data: Json) -> Plan:
     known = {field.name: data[field.name] for field in fields(Plan) if field.name in data}
     known["model"] = ModelSource(**data["model"])
     known["mesh"] = written_mesh(data["mesh"])  # the file has them by name
-    known["stages"] = tuple(StagePlan(**{**stage, "fqns": tuple(stage["fqns"])}) for stage in data["stages"])
+    known["stages"] = tuple(
+        StagePlan(**{"rank": index, **stage, "fqns": tuple(stage["fqns"])})
+        for index, stage in enumerate(data["stages"])
+    )
+    known["rank_memory_bytes"] = tuple(data.get("rank_memory_bytes", ()))
     known["tensor_shapes"] = {pattern: tuple(shape) for pattern, shape in data["tensor_shapes"].items()}
     known["collectives"] = tuple(CollectivePlan(**entry) for entry in data["collectives"])
     known["alternatives"] = tuple(Alternative(**entry) for entry in data["alternatives"])

@@ -46,8 +46,9 @@ def request_of(plan: Plan) -> PlanRequest:
     pins = dict(plan.pins)
     where = "$.pins of the plan"
     mesh = parse_mesh(pins.pop("mesh"), where=where) if "mesh" in pins else {}
-    names = ("microbatch-size", "zero", "zero-shard-size")
-    microbatch_size, zero, shard_size = (_whole(pins.pop(name, None), name, where) for name in names)
+    names = ("microbatch-size", "stages-per-rank", "zero", "zero-shard-size")
+    numbers = [_whole(pins.pop(name, None), name, where) for name in names]
+    microbatch_size, stages_per_rank, zero, shard_size = numbers
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
     may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
     if pins:
@@ -67,6 +68,7 @@ def request_of(plan: Plan) -> PlanRequest:
         mesh=mesh,
         microbatch_size=microbatch_size,
         schedule=schedule,
+        stages_per_rank=stages_per_rank,
         zero=zero,
         zero_shard_size=shard_size,
         activation_checkpoint=checkpoint,

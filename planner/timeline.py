@@ -15,7 +15,7 @@ from math import prod
 from ..cost_models.timeline import BACKWARD, FORWARD, Timeline, simulate
 from ..cost_models.units import MICROSECOND
 from .errors import AutoparError
-from .plan import Plan
+from .plan import Plan, StagePlan
 from .schedules import action_table
 
 SEND, STEP, BUBBLE = "send", "step", "bubble"
@@ -73,16 +73,15 @@ def simulate_plan(plan: Plan, slow: Mapping[int, float] | None = None) -> Simula
     Raises:
         AutoparError: the plan's schedule cannot run.
     """
-    table = action_table(plan.schedule, len(plan.stages), plan.microbatches)
-    durations = {(s, FORWARD): stage.forward_seconds for s, stage in enumerate(plan.stages)}
-    durations |= {(s, BACKWARD): stage.backward_seconds for s, stage in enumerate(plan.stages)}
+    table = action_table(plan.schedule, plan.mesh["pp"], plan.microbatches, plan.stages_per_rank)
+    durations = {(s, kind): seconds for s, stage in enumerate(plan.stages) for kind, seconds in _actions(stage).items()}
     sends = [stage.send_seconds for stage in plan.stages[:-1]]
     rows = len(table.by_rank)
     per_row = prod(plan.mesh.values()) // rows
     factors: dict[int, float] = {}
     for rank, factor in (slow or {}).items():
         factors[rank // per_row] = max(factor, factors.get(rank // per_row, 0.0))
-    after = [sum(stage.step_seconds for stage in plan.stages[row::rows]) for row in range(rows)]
+    after = [sum(stage.step_seconds for stage in plan.stages if stage.rank == row) for row in range(rows)]
     usual = simulate(table, durations, sends).step_seconds + max(after)
     scale = plan.step_seconds / usual if usual else 1.0
     timeline = simulate(table, durations, sends, slow=factors)
@@ -95,6 +94,11 @@ def simulate_plan(plan: Plan, slow: Mapping[int, float] | None = None) -> Simula
         rows=tuple(_row(timeline, row, sends, slowed[row], step, scale) for row in range(rows)),
         ranks=tuple((row * per_row, (row + 1) * per_row - 1) for row in range(rows)),
     )
+
+
+def _actions(stage: StagePlan) -> Mapping[str, float]:
+    """Seconds by kind of action."""
+    return stage.action_seconds or {FORWARD: stage.forward_seconds, BACKWARD: stage.backward_seconds}
 
 
 def _row(

@@ -24,7 +24,7 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 GIB = 2**30
 
 
-def _stage(first: int, last: int, fqns: tuple[str, ...]) -> StagePlan:
+def _stage(rank: int, first: int, last: int, fqns: tuple[str, ...]) -> StagePlan:
     memory = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 4 * GIB, "total": 8 * GIB}
     return StagePlan(
         first=first,
@@ -35,6 +35,7 @@ def _stage(first: int, last: int, fqns: tuple[str, ...]) -> StagePlan:
         backward_seconds=0.02,
         step_seconds=0.001,
         memory_bytes=memory,
+        rank=rank,
     )
 
 
@@ -57,7 +58,7 @@ def example_plan() -> Plan:
         schedule="1f1b",
         zero=2,
         activation_checkpoint="none",
-        stages=(_stage(1, 6, ("wte", "h.{0..3}")), _stage(6, 12, ("h.{4..7}", "ln_f", "lm_head"))),
+        stages=(_stage(0, 1, 6, ("wte", "h.{0..3}")), _stage(1, 6, 12, ("h.{4..7}", "ln_f", "lm_head"))),
         placements={
             "Block": {"attn.c_attn.linear": {"dp": "b", "tp": "n"}, "mlp.c_proj.linear": {"dp": "b", "tp": "k"}},
             "Embedding": {"wte.embedding": {"dp": "b", "tp": "v"}},

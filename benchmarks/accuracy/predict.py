@@ -92,11 +92,9 @@ class Predictor:
         )
         return evaluator.evaluate(
             stages_of(graph, setup.layers, setup.pp * interleave),
-            # 1F1B without as many microbatches as stages is all forwards, then all backwards.
-            schedule="gpipe" if setup.schedule == "1f1b" and count < setup.pp else setup.schedule,
+            schedule=_schedule(setup, interleave, count),
             zero=setup.zero,
             activation_checkpoint=setup.policy,
-            interleave=interleave,
         )
 
     def _known(self, setup: Setup) -> Shared:
@@ -134,14 +132,20 @@ class Predictor:
         return self._tensor[key]
 
 
+def _schedule(setup: Setup, interleave: int, microbatches: int) -> str:
+    """1F1B without as many microbatches as stages is all forwards, then all backwards."""
+    if interleave > 1:
+        return "interleaved"
+    if setup.schedule == "1f1b" and microbatches < setup.pp:
+        return "gpipe" if microbatches > 1 else "sequential"
+    return setup.schedule
+
+
 def _measured_bytes(cost: Evaluated, kind: str) -> int:
     """What a source's memory column would show; `kind` as in `Software`. nvidia-smi is read on the first rank."""
     if kind == "process":
-        return cost.rank_memory_bytes[0]
-    if len(cost.stages) == len(cost.rank_memory_bytes):
-        return max(stage.memory_bytes["total"] - stage.memory_bytes["overhead"] for stage in cost.stages)
-    overhead = max(stage.memory_bytes["overhead"] for stage in cost.stages)
-    return cost.memory_bytes - overhead
+        return cost.rank_memory[0]["total"]
+    return max(memory["total"] - memory["overhead"] for memory in cost.rank_memory)
 
 
 def _structure(shape: Shape) -> tuple[object, ...]:

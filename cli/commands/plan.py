@@ -83,7 +83,16 @@ def plan(
     ] = None,
     mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix the sizes of these axes.")] = None,
     microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
-    schedule: Annotated[str | None, typer.Option(metavar="none|gpipe|1f1b", help="Fix the pipeline schedule.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Fix the pipeline schedule: none, sequential, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
+        ),
+    ] = None,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(min=1, help="Fix how many pipeline stages every rank holds.")
+    ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
     zero_shard_size: Annotated[
         int | None, typer.Option(min=1, help="Fix how many ranks of dp ZeRO-2 or 3 splits over.")
@@ -149,6 +158,7 @@ def plan(
         mesh=pinned_mesh,
         microbatch_size=microbatch_size,
         schedule=schedule,
+        stages_per_rank=stages_per_rank,
         zero=zero,
         zero_shard_size=zero_shard_size,
         activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,

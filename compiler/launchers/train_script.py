@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
+from ...planner.schedules import get_schedule
 
 _DOC = '''"""Trains {name} on {ranks} ranks ({mesh}); `bash launch.sh --help` lists the options.
 
@@ -273,6 +274,149 @@ HERE = Path(__file__).resolve().parent
 """
 
 
+# What differs where a rank holds a list of stages: each has the user's names, and an optimizer of its own.
+_SEVERAL_STAGES = (
+    (
+        '''    """Give this rank its part of the initial weights.
+''',
+        '''    """Give this rank's stages their parts of the initial weights.
+''',
+    ),
+    (
+        """\
+        full = torch.load(checkpoint, map_location="cpu", mmap=True)
+        load_full_state_dict(stage, {**buffers(stage, model_file), **full})
+        return
+""",
+        """\
+        full = torch.load(checkpoint, map_location="cpu", mmap=True)
+        for stage in stages:
+            load_full_state_dict(stage, {**buffers(stage, model_file), **full})
+        return
+""",
+    ),
+    (
+        """\
+    load_full_state_dict(stage, torch.load(path, map_location="cpu", mmap=True))
+    dist.barrier()
+""",
+        """\
+    full = torch.load(path, map_location="cpu", mmap=True)
+    for stage in stages:
+        load_full_state_dict(stage, full)
+    dist.barrier()
+""",
+    ),
+    (
+        "def initialize(stage: nn.Module, model_file",
+        "def initialize(stages: nn.ModuleList, model_file",
+    ),
+    (
+        """\
+    def __init__(self, stage: nn.Module, optimizer: torch.optim.Optimizer):
+        self.stage, self.optimizer, self.step = stage, optimizer, 0
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+        self.has_parameters = any(True for _ in stage.parameters())  # a stage may have none
+
+    def state_dict(self) -> dict[str, object]:
+        if not self.has_parameters:
+            return {"model": self.stage.state_dict(), "step": torch.tensor(self.step)}
+        model, optimizer = get_state_dict(self.stage, self.optimizer, options=self.options)
+        return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        if self.has_parameters:
+            set_state_dict(
+                self.stage,
+                self.optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+                options=self.options,
+            )
+        else:
+            self.stage.load_state_dict(state_dict["model"])
+        self.step = int(state_dict["step"])
+""",
+        """\
+    def __init__(self, stages: nn.ModuleList, optimizers: list[torch.optim.Optimizer]):
+        self.parts, self.step = list(zip(stages, optimizers, strict=True)), 0
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, object]:
+        found = {"model": {}, "optimizer": {}, "step": torch.tensor(self.step)}
+        for stage, optimizer in self.parts:
+            if not any(True for _ in stage.parameters()):  # a stage may have none
+                found["model"] |= stage.state_dict()
+                continue
+            model, state = get_state_dict(stage, optimizer, options=self.options)
+            found["model"] |= model
+            found["optimizer"] |= state
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        for stage, optimizer in self.parts:
+            mine = {name: state_dict["model"][name] for name in stage.state_dict()}
+            if not any(True for _ in stage.parameters()):
+                stage.load_state_dict(mine)
+                continue
+            set_state_dict(
+                stage,
+                optimizer,
+                model_state_dict=mine,
+                optim_state_dict=state_dict["optimizer"],
+                options=self.options,
+            )
+        self.step = int(state_dict["step"])
+""",
+    ),
+    (
+        """\
+    stage = build_stage(mesh, device)
+    parameters = [{"params": list(stage.parameters())}]
+    if arguments.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=arguments.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(
+            parameters, lr=arguments.lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay
+        )
+    state = TrainingState(stage, optimizer)
+    if arguments.resume:
+        for name, value in buffers(stage, model_file).items():
+            if name in dict(stage.named_buffers()):
+                stage.get_buffer(name).copy_(value)
+        checkpoint.load(""",
+        """\
+    stages = build_stage(mesh, device)
+    optimizers = []
+    for stage in stages:
+        parameters = [{"params": list(stage.parameters())}]
+        if arguments.optimizer == "adamw":
+            made = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=arguments.weight_decay)
+        else:
+            made = torch.optim.SGD(
+                parameters, lr=arguments.lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay
+            )
+        optimizers.append(made)
+    state = TrainingState(stages, optimizers)
+    if arguments.resume:
+        for stage in stages:
+            for name, value in buffers(stage, model_file).items():
+                if name in dict(stage.named_buffers()):
+                    stage.get_buffer(name).copy_(value)
+        checkpoint.load(""",
+    ),
+    ("initialize(stage, model_file, arguments", "initialize(stages, model_file, arguments"),
+    ("    stage.train()\n", "    stages.train()\n"),
+    (
+        "        optimizer.zero_grad()\n",
+        "        for optimizer in optimizers:\n            optimizer.zero_grad()\n",
+    ),
+    ("train_step(stage, mesh,", "train_step(stages, mesh,"),
+    ("clip_gradients(stage, mesh,", "clip_gradients(stages, mesh,"),
+    ("        optimizer.step()\n", "        for optimizer in optimizers:\n            optimizer.step()\n"),
+)
+
+
 def python_literal(value: object) -> str:
     """A JSON-like value as Python source, double-quoted; nothing of it is ever more than a literal.
 
@@ -322,9 +466,14 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
     )
     doc = _DOC.format(name=name, ranks=plan.gpus, mesh=mesh)
     imports, body = _IMPORTS, _BODY
+    if get_schedule(plan.schedule).is_multi_stage:
+        for one, several in _SEVERAL_STAGES:
+            assert one in body
+            body = body.replace(one, several)
     if plan.zero == 1 and plan.mesh.get("dp", 1) > 1:
         # The optimizer has parts of the parameters, and they are what a checkpoint holds.
         imports = imports.replace("load_full_state_dict, train_step", "load_full_state_dict, optimized, train_step")
         body = body.replace("list(stage.parameters())", "list(optimized(stage).parameters())")
         body = body.replace("TrainingState(stage, optimizer)", "TrainingState(optimized(stage), optimizer)")
+        body = body.replace("TrainingState(stages, optimizers)", "TrainingState(optimized(stages), optimizers)")
     return doc + imports + "\n".join(constants) + "\n" + body

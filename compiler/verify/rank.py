@@ -89,25 +89,29 @@ def _verify(job: RankJob) -> RankResult:
         stage = emitted.build_stage(mesh, torch.device("cpu"))
         stage.train()
         optimized = emitted.optimized(stage) if hasattr(emitted, "optimized") else stage
-        emitted.load_full_state_dict(stage, wanted.state)
+        for part in _parts(stage):
+            emitted.load_full_state_dict(part, wanted.state)
         inputs = share(wanted.inputs, job.batch_dims, mesh)
         compare = _Comparison(job.rank, job.tolerance)
         start = _snapshot(optimized)
         with dropout_off() if job.is_random else nullcontext():
             loss = emitted.train_step(stage, mesh, inputs, 0)
         compare.one("loss", "loss", loss, wanted.loss, floor=0.0)
-        gradients = _gradients(emitted, stage, optimized)
-        held = {name for name in gradients if name in wanted.gradients}
-        compare.all("gradient", {name: gradients[name] for name in held}, wanted.gradients, wanted.norm)
-        state = emitted.full_state_dict(stage)
-        known = {name: state[name] for name, _ in stage.named_buffers() if name in wanted.buffers}
-        compare.all("buffer", known, wanted.buffers, None)
+        names: set[str] = set()
+        for gradients in _gradients(emitted, stage, optimized):
+            compare.all("gradient", _among(gradients, wanted.gradients), wanted.gradients, wanted.norm)
+            names |= gradients.keys() & wanted.gradients.keys()
+        for part in _parts(stage):
+            state = emitted.full_state_dict(part)
+            known = {name: state[name] for name, _ in part.named_buffers() if name in wanted.buffers}
+            compare.all("buffer", known, wanted.buffers, None)
+            names |= known.keys()
         for name, make in optimizers(wanted.norm).items():
             _restore(optimized, start)
             make([parameter for parameter in optimized.parameters() if parameter.requires_grad]).step()
-            state = emitted.full_state_dict(stage)
-            stepped = {fqn: state[fqn] for fqn in held}
-            compare.all(name, stepped, wanted.stepped[name], None)
+            for part in _parts(stage):
+                stepped = _among(emitted.full_state_dict(part), wanted.gradients)
+                compare.all(name, stepped, wanted.stepped[name], None)
         _restore(optimized, start)
         for parameter in optimized.parameters():
             parameter.grad = None
@@ -121,11 +125,11 @@ def _verify(job: RankJob) -> RankResult:
             compare.one("norm", "norm before clipping", torch.as_tensor(norm), wanted.norm, floor=0.0)
             scale = min(1.0, CLIP_NORM / (wanted.norm.item() + 1e-6))
             clipped = {name: gradient * scale for name, gradient in wanted.gradients.items()}
-            mine = {name: value for name, value in _gradients(emitted, stage, optimized).items() if name in held}
-            compare.all("clipped gradient", mine, clipped, wanted.norm * scale)
+            for gradients in _gradients(emitted, stage, optimized):
+                compare.all("clipped gradient", _among(gradients, clipped), clipped, wanted.norm * scale)
     return RankResult(
         checks=tuple(compare.checks),
-        names=frozenset(held | known.keys()),
+        names=frozenset(names),
         recorded=recorder.recorded,
     )
 
@@ -144,6 +148,15 @@ def share(
     return {name: mine(value, batch_dims[name]) for name, value in inputs.items()}
 
 
+def _parts(stage: nn.Module) -> list[nn.Module]:
+    """The modules whose names are the user's: the stage, or the stages that the rank holds."""
+    return list(stage) if isinstance(stage, nn.ModuleList) else [stage]
+
+
+def _among(values: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if name in known}
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -159,8 +172,8 @@ def _restore(stage: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
             _local(tensor.detach()).copy_(saved[name])
 
 
-def _gradients(emitted: Any, stage: nn.Module, optimized: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of the stage in the user's shapes: put where the weights are, and read as a checkpoint would be."""
+def _gradients(emitted: Any, stage: nn.Module, optimized: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """The gradients in the user's shapes, by stage: put where the weights are, and read as a checkpoint would be."""
     saved = _snapshot(optimized)
     with torch.no_grad():
         for parameter in optimized.parameters():
@@ -169,7 +182,10 @@ def _gradients(emitted: Any, stage: nn.Module, optimized: nn.Module) -> dict[str
                 local.zero_()
             else:
                 local.copy_(_local(parameter.grad.detach()))
-    found = {name: value.detach().clone() for name, value in emitted.full_state_dict(stage).items()}
+    found = [
+        {name: value.detach().clone() for name, value in emitted.full_state_dict(part).items()}
+        for part in _parts(stage)
+    ]
     _restore(optimized, saved)
     return found
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ...cost_models.errors import AutoparError
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
-from ...planner.schedules import get_schedule
+from ...planner.schedules import in_flight
 from .rank import imported, share
 from .ranks import run_ranks
 from .reference import Reference, run_reference
@@ -78,18 +78,23 @@ def compare_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_secon
     Raises:
         AutoparError: as `measure_bytes`.
     """
+    if plan.stages_per_rank > 1:
+        raise AutoparError(
+            f"bytes are counted by stage, and ranks hold {plan.stages_per_rank}",
+            fix="count a plan with one stage per rank",
+        )
     measured = measure_bytes(plan, package, graph, timeout_seconds=timeout_seconds)
     ranks = prod(plan.mesh.values()) // len(plan.stages)
     found = []
     for index, stage in enumerate(plan.stages):
         mine = measured[index * ranks : (index + 1) * ranks]
-        in_flight = get_schedule(plan.schedule).in_flight(index, len(plan.stages), plan.microbatches)
+        kept = in_flight(plan.schedule, len(plan.stages), plan.microbatches)[index]
         states = ("parameters", "gradients", "optimizer")
         found.append(
             StageBytes(
                 stage=index,
                 predicted={
-                    "activations": round(stage.memory_bytes["activations"] / in_flight),
+                    "activations": round(stage.memory_bytes["activations"] / kept),
                     **{name: stage.memory_bytes[name] for name in states},
                 },
                 counted={

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "resharding": ("as planned", "never"),
     "accumulation": ("unsharded", "sharded"),
     "pipeline_messages": ("whole", "scattered"),
+    "interleaved_messages": ("in the background", "waited for"),
     "gathered_inputs": ("kept", "gathered again"),
     "vocabulary": ("as given", "padded"),
     "states": (
@@ -57,7 +58,8 @@ class Stack:
     fsdp: "per parameter" (FSDP2) copies into and out of each collective's buffer, "flat" (FSDP1) does not.
     resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until
     the last microbatch, or reduces in each.
-    pipeline_messages: "scattered" sends each tensor-parallel rank's part and gathers behind.
+    pipeline_messages: "scattered" sends each tensor-parallel rank's part and gathers behind. interleaved_messages: with
+    several stages per rank, whether both sides wait for each message.
     gathered_inputs: whether a product keeps the gathered tokens of sequence parallelism for its backward.
     vocabulary: "padded" to 128 rows per tensor-parallel rank.
     states: what is kept per parameter beside the optimizer's moments.
@@ -80,6 +82,7 @@ class Stack:
     resharding: str = "as planned"
     accumulation: str = "unsharded"
     pipeline_messages: str = "whole"
+    interleaved_messages: str = "in the background"
     gathered_inputs: str = "kept"
     vocabulary: str = "as given"
     states: str = "float32 master"

@@ -4,22 +4,26 @@ Source: Huang et al. 2019, arXiv:1811.06965.
 """
 
 from ...cost_models.timeline import BACKWARD, FORWARD, Action
-from .registry import Schedule
+from .registry import Actions, Schedule
 
 
-def _actions(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def _actions(ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
     return tuple(
         tuple(Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches))
-        for stage in range(stages)
+        for stage in range(ranks)
     )
 
 
-def _in_flight(stage: int, stages: int, microbatches: int) -> int:
+def _in_flight(stage: int, ranks: int, microbatches: int) -> int:
     return microbatches
 
 
-def _refuse(stages: int, microbatches: int) -> str:
-    return "" if stages > 1 else "it needs at least 2 stages"
+def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
+    if ranks < 2:
+        return "it needs at least 2 stages"
+    if stages_per_rank > 1:
+        return f"it runs one stage per rank, not {stages_per_rank}"
+    return ""
 
 
 SCHEDULE = Schedule(
@@ -28,5 +32,6 @@ SCHEDULE = Schedule(
     torch_class="ScheduleGPipe",
     actions=_actions,
     in_flight=_in_flight,
+    searched_from=2,  # with one microbatch it is sequential
     refuse=_refuse,
 )

@@ -4,11 +4,11 @@ Source: Narayanan et al. 2019, PipeDream, with the flush of arXiv:2104.04473.
 """
 
 from ...cost_models.timeline import BACKWARD, FORWARD, Action
-from .registry import Schedule
+from .registry import Actions, Schedule
 
 
-def _actions(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    return tuple(_of_stage(stage, stages, microbatches) for stage in range(stages))
+def _actions(ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
+    return tuple(_of_stage(stage, ranks, microbatches) for stage in range(ranks))
 
 
 def _of_stage(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
@@ -21,15 +21,17 @@ def _of_stage(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(found)
 
 
-def _in_flight(stage: int, stages: int, microbatches: int) -> int:
-    return min(microbatches, stages - stage)
+def _in_flight(stage: int, ranks: int, microbatches: int) -> int:
+    return min(microbatches, ranks - stage)
 
 
-def _refuse(stages: int, microbatches: int) -> str:
-    if stages < 2:
+def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
+    if ranks < 2:
         return "it needs at least 2 stages"
-    if microbatches < stages:
-        return f"it needs at least as many microbatches as stages, and there are {microbatches} for {stages}"
+    if stages_per_rank > 1:
+        return f"it runs one stage per rank, not {stages_per_rank}; interleaved runs several"
+    if microbatches < ranks:
+        return f"it needs at least as many microbatches as stages, and there are {microbatches} for {ranks}"
     return ""
 
 

@@ -8,9 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from typing import Literal
 
 from ...cost_models.errors import AutoparError
-from ...cost_models.timeline import Action, ActionTable
+from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, Action, ActionTable
+
+# Warm-up is over, and as much is kept as ever will be, after so many microbatches per rank (all schedules but GPipe,
+# whose `in_flight` says so).
+_WARM_ROUNDS = 4
+
+Actions = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +25,50 @@ class Schedule:
     """One pipeline schedule; a file of this folder that has it as `SCHEDULE`.
 
     torch_class: its class in torch.distributed.pipelining, "" where no pipeline runs.
-    actions: (stages, microbatches) -> the actions of every rank, in order.
-    in_flight: (stage, stages, microbatches) -> microbatches whose activations are alive at once.
-    refuse: (stages, microbatches) -> why it cannot run so, "" if it can.
+    actions: (ranks, stages per rank, microbatches) -> the actions of every rank, in order.
+    refuse: (ranks, stages per rank, microbatches) -> why it cannot run so, "" if it can.
+    stages_per_rank: the numbers that a search tries; a pin may ask for others that `refuse` allows.
+    searched_from: microbatches from which a search tries it; a pin may ask for it with fewer.
+    placement: which rank holds stage s of S on p ranks: "loop": s modulo p; "v": there and back, rank 0 has 0 and S-1.
+    splits_backward: the gradients of a stage's inputs and of its weights are actions of their own, I and W.
+    in_flight: (stage, ranks, microbatches) -> microbatches whose activations are alive at once, with one stage per
+    rank; None: read off the actions.
     """
 
     name: str
     description: str
     torch_class: str
-    actions: Callable[[int, int], tuple[tuple[Action, ...], ...]]
-    in_flight: Callable[[int, int, int], int]
-    refuse: Callable[[int, int], str]
+    actions: Callable[[int, int, int], Actions]
+    refuse: Callable[[int, int, int], str]
+    stages_per_rank: tuple[int, ...] = (1,)
+    searched_from: int = 1
+    placement: Literal["loop", "v"] = "loop"
+    splits_backward: bool = False
+    in_flight: Callable[[int, int, int], int] | None = None
+
+    def refuse_policies(self, zero: int, activation_checkpoint: str) -> str:
+        """Why the schedule does not run with this ZeRO stage and activation checkpointing, "" if it does."""
+        if self.splits_backward and activation_checkpoint != "none":
+            return f"it would run a block again for each of its weights under checkpointing {activation_checkpoint}"
+        if self.splits_backward and zero == 3:
+            # Verified with torch 2.13: `stage_backward_weight` matches the weights of the forward with the parameters
+            # that the module has now, and a forward between them has put shards in their place: gradients are lost.
+            return "PyTorch does not find a stage's weights again once ZeRO-3 has resharded them"
+        return ""
+
+    @property
+    def is_multi_stage(self) -> bool:
+        """Whether its class takes a list of stages, and runs actions that were listed ahead."""
+        return self.stages_per_rank != (1,)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The rank that holds a stage."""
+        there, position = stage // ranks % 2, stage % ranks
+        return ranks - 1 - position if self.placement == "v" and there else position
+
+    def stages_of(self, rank: int, ranks: int, num_stages: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage in range(num_stages) if self.rank_of(stage, ranks) == rank)
 
 
 @cache
@@ -65,13 +105,64 @@ def get_schedule(name: str) -> Schedule:
 
 
 @cache
-def action_table(name: str, stages: int, microbatches: int) -> ActionTable:
+def action_table(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> ActionTable:
     """The checked actions of a schedule, cached.
 
     Raises:
         AutoparError: the schedule cannot run with these numbers.
     """
     schedule = get_schedule(name)
-    if reason := schedule.refuse(stages, microbatches):
+    if reason := schedule.refuse(ranks, stages_per_rank, microbatches):
         raise AutoparError(f"schedule {name} cannot run: {reason}", fix="choose another schedule or microbatch size")
-    return ActionTable(by_rank=schedule.actions(stages, microbatches))
+    return ActionTable(by_rank=schedule.actions(ranks, stages_per_rank, microbatches))
+
+
+@cache
+def kept_at_once(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """By rank: how many microbatches its stages, in the order of the model, keep activations of at the same time.
+
+    All combinations of which no other has as many on every stage; the one with most in all comes first.
+    """
+    schedule = get_schedule(name)
+    if schedule.in_flight is not None and stages_per_rank == 1:
+        return tuple(((schedule.in_flight(rank, ranks, microbatches),),) for rank in range(ranks))
+    table = action_table(name, ranks, min(microbatches, _WARM_ROUNDS * ranks), stages_per_rank)
+    num_stages = ranks * stages_per_rank
+    return tuple(
+        _fullest(actions, schedule.stages_of(rank, ranks, num_stages)) for rank, actions in enumerate(table.by_rank)
+    )
+
+
+def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    alive = dict.fromkeys(stages, 0)
+    seen: dict[tuple[int, ...], None] = {}
+    for action in actions:
+        if action.kind == FORWARD:
+            alive[action.stage] += 1
+            seen[tuple(alive.values())] = None
+        elif action.kind != INPUT_GRADIENT:  # what the weights' gradients need is kept until they are there
+            alive[action.stage] -= 1
+    fullest = [
+        one
+        for one in seen
+        if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in seen)
+    ]
+    return tuple(sorted(fullest, key=lambda one: (-sum(one), one)))
+
+
+def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+    """By stage: the microbatches whose activations are alive when its rank keeps most of them."""
+    schedule = get_schedule(name)
+    found = [0] * (ranks * stages_per_rank)
+    for rank, fullest in enumerate(kept_at_once(name, ranks, microbatches, stages_per_rank)):
+        for stage, count in zip(schedule.stages_of(rank, ranks, len(found)), fullest[0], strict=True):
+            found[stage] = count
+    return tuple(found)
+
+
+__all__ = [
+    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once",
+    "schedule_names",
+]  # fmt: skip

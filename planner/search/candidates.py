@@ -17,11 +17,13 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
-from ..schedules import get_schedule, schedule_names
+from ..schedules import get_schedule, in_flight, schedule_names
 from ..sharding.mesh import AXES, Mesh
 from .batch import BatchSplit, splits_evenly
 from .prices import local_work
 from .problem import Space
+
+Pipeline = tuple[str, int]  # schedule, stages per rank
 
 ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTS = ("none", "selective", "full")
@@ -34,6 +36,7 @@ class Pins:
     mesh: Mapping[str, int]
     microbatch_size: int | None = None
     schedule: str | None = None
+    stages_per_rank: int | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None
     zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
@@ -59,7 +62,18 @@ class Pins:
                 fix=f"choose one of {', '.join(CHECKPOINTS)}",
             )
         if self.schedule is not None:
-            get_schedule(self.schedule)
+            schedule = get_schedule(self.schedule)
+            for name, zero, checkpoint in (
+                ("zero", self.zero or 0, "none"),
+                ("activation-checkpoint", 0, self.activation_checkpoint or "none"),
+            ):
+                if reason := schedule.refuse_policies(zero, checkpoint):
+                    value = zero if name == "zero" else checkpoint
+                    raise AutoparError(
+                        f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="let one of the two free"
+                    )
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise AutoparError(f"{self.stages_per_rank} stages per rank are none", fix="give a positive number")
         if self.zero_shard_size is not None and self.zero in (0, 1):
             raise AutoparError(
                 f"zero={self.zero} and zero-shard-size={self.zero_shard_size} contradict each other",
@@ -70,7 +84,8 @@ class Pins:
         found = {}
         if self.mesh:
             found["mesh"] = ",".join(f"{name}={self.mesh[name]}" for name in AXES if name in self.mesh)
-        for name in ("microbatch_size", "schedule", "zero", "activation_checkpoint", "zero_shard_size"):
+        names = ("microbatch_size", "schedule", "stages_per_rank", "zero", "activation_checkpoint", "zero_shard_size")
+        for name in names:
             value = getattr(self, name)
             if value is not None:
                 found[name.replace("_", "-")] = str(value)
@@ -138,13 +153,33 @@ def least_largest(counts: Sequence[int], parts: int) -> int:
     return low
 
 
-def bound_seconds(whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool) -> float:
-    """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too."""
-    through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds)
+def bound_seconds(
+    whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool, fills: bool
+) -> float:
+    """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too. `fills`: as `always_fills`."""
+    actions = 2 * mesh.pp * cluster.gpu.pipeline_action_seconds if mesh.pp > 1 else 0.0
+    through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds + actions)
     share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.dp if shards else 1))
     fullest = least_largest(whole.tensors_by_unit, mesh.pp)
     update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=fullest)
-    return through * (1 + (mesh.microbatches - 1) / mesh.pp) + update
+    started = cluster.gpu.pipeline_step_seconds if mesh.pp > 1 else 0.0
+    return started + through * pipeline_factor(mesh, fills=fills) + update
+
+
+def pipeline_factor(mesh: Mesh, *, fills: bool) -> float:
+    """What a step takes at least, in microbatches that go through the whole model, forward and backward.
+
+    Each rank works on every microbatch, and the ranks' shares add up to the model. Where the pipeline fills and drains
+    in whole shares, one microbatch goes through all of them while nothing else is done for it.
+    """
+    if fills:
+        return 1 + (mesh.microbatches - 1) / mesh.pp
+    return mesh.microbatches / mesh.pp
+
+
+def always_fills(pipelines: Sequence[Pipeline]) -> bool:
+    """Whether each of these fills and drains through all of a rank's work: one stage per rank, backward whole."""
+    return all(stages == 1 and not get_schedule(name).splits_backward for name, stages in pipelines)
 
 
 def may_fit(whole: WholeModel, mesh: Mesh, pins: Pins, cluster: Cluster, stack: Stack) -> bool:
@@ -217,8 +252,10 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
         return f"ep={ep} does not divide {' or '.join(map(str, counts))} experts"
     if graph.batch_size % dp:
         return f"dp={dp} does not divide batch {graph.batch_size}"
-    if pp > num_cuttable(graph):
-        return f"pp={pp} needs {pp} pieces, the model has {num_cuttable(graph)}"
+    pieces = pp * (pins.stages_per_rank or 1)
+    if pieces > num_cuttable(graph):
+        each = f" with {pins.stages_per_rank} stages per rank" if pieces > pp else ""
+        return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
     if pins.zero and pins.zero not in pins.zero_stages:
         return f"zero={pins.zero} cannot split {_scalar_parameters(graph)[0]}, a parameter without dimensions"
     if pins.zero and dp == 1:
@@ -232,6 +269,8 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
         return f"schedule none has one stage, and pp={pp}"
     if pins.schedule not in (None, "none") and pp == 1:
         return f"schedule {pins.schedule} needs pp > 1"
+    if pp == 1 and (pins.stages_per_rank or 1) > 1:
+        return f"{pins.stages_per_rank} stages per rank need pp > 1"
     return ""
 
 
@@ -251,8 +290,8 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
             reason = f"{count} microbatches: {batch.obstacle}"
         elif count > 1 and not splits_evenly(space, batch.placements or (), mesh):
             reason = f"{count} microbatches do not divide every tensor"
-        elif not schedules_for(mesh, pins):
-            reason = f"{pins.schedule or 'no schedule'} cannot run {count} microbatches on {sizes['pp']} stages"
+        elif not pipelines_for(mesh, pins, num_cuttable(space.graph)):
+            reason = _no_pipeline(mesh, pins)
         else:
             counts.append(count)
     return counts, "" if counts else reason
@@ -267,11 +306,35 @@ def _scalar_parameters(graph: ModelGraph) -> list[str]:
     return [name for name, info in graph.tensors.items() if not info.is_buffer and not info.type.shape]
 
 
-def schedules_for(mesh: Mesh, pins: Pins) -> list[str]:
-    """Schedules that can run, those that keep fewer activations first."""
-    names = schedule_names() if pins.schedule is None else (pins.schedule,)
-    able = [name for name in names if not get_schedule(name).refuse(mesh.pp, mesh.microbatches)]
-    return sorted(able, key=lambda n: (get_schedule(n).in_flight(0, mesh.pp, mesh.microbatches), n))
+def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+    """The pipelines that can run a model of so many pieces, those that keep fewer activations first."""
+    found: list[Pipeline] = []
+    for name in schedule_names() if pins.schedule is None else (pins.schedule,):
+        schedule = get_schedule(name)
+        if pins.schedule is None and mesh.microbatches < schedule.searched_from:
+            continue
+        if schedule.refuse_policies(zero, checkpoint):
+            continue
+        for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
+            if stages * mesh.pp <= pieces and not schedule.refuse(mesh.pp, stages, mesh.microbatches):
+                found.append((name, stages))
+
+    def kept(pipeline: Pipeline) -> tuple[int, float, str]:
+        name, stages = pipeline
+        return stages, in_flight(name, mesh.pp, mesh.microbatches, stages)[0] / stages, name
+
+    return sorted(found, key=kept)
+
+
+def _no_pipeline(mesh: Mesh, pins: Pins) -> str:
+    if pins.schedule is None:
+        each = f" of {pins.stages_per_rank} stages per rank" if pins.stages_per_rank else ""
+        return f"no schedule{each} can run {mesh.microbatches} microbatches on pp={mesh.pp}"
+    schedule = get_schedule(pins.schedule)
+    tried = schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,)
+    reasons = [reason for stages in tried if (reason := schedule.refuse(mesh.pp, stages, mesh.microbatches))]
+    why = reasons[0] if reasons else f"pp={mesh.pp} with {tried[0]} stages per rank needs more pieces than there are"
+    return f"schedule {pins.schedule} cannot run on pp={mesh.pp}: {why}"
 
 
 def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:

@@ -12,36 +12,44 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...cost_models.interleaved import interleaved_table
 from ...cost_models.memory import Memory
-from ...cost_models.timeline import BACKWARD, FORWARD, schedule_seconds
+from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, schedule_seconds
 from ..capture.graph import ModelGraph
-from ..schedules import action_table, get_schedule
+from ..schedules import Schedule, action_table, get_schedule, kept_at_once
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram, Placements
+from .held_parameters import HeldParameter, held_parameters
 from .parameter_seconds import ParameterSeconds, num_elements
-from .prices import Prices, slowest_of_nodes
+from .prices import Prices, edge_of, slowest_of_nodes
 from .shared import DATA_AXES, Once
 from .stage_memory import StageMemory
-from .step_collectives import REDUCED_AXES, HeldParameter, held_parameters, prepared_changes, stage_values
+from .step_collectives import REDUCED_AXES, prepared_changes, stage_values
 from .unit_costs import VARIES_BY_UNIT, Seconds, UnitCost, UnitCosts
 
-# A pipeline repeats itself after so many microbatches per stage, with a period of at most so many more. Within 2e-4 of
+# A pipeline repeats itself after so many microbatches per rank, with a period of at most so many more. Within 2e-4 of
 # the whole simulation on random durations.
 _SETTLED_ROUNDS, _REPEATED_ROUNDS = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One stage: a microbatch, and what runs once a step."""
+    """One stage: a microbatch, and what runs once a step.
+
+    `weights`: the part of `backward` that only weights need. `host_forward`, `host_backward`: the host's part of both,
+    without what the schedule takes.
+    """
 
     forward: Seconds
     backward: Seconds
+    weights: Seconds
     step: Mapping[str, float]  # once a step: compute of the prelude, each axis, optimizer
     send_seconds: float  # to the next stage, one microbatch
     memory_bytes: Mapping[str, int]
     num_parameters: int
+    host_forward: float
+    host_backward: float
+    action_seconds: Mapping[str, float] = field(default_factory=dict)  # by kind, as simulated
 
     @property
     def step_seconds(self) -> float:
@@ -50,17 +58,20 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What a candidate costs. `breakdown` is of the busiest stage and sums to `step_seconds`."""
+    """What a candidate costs. `breakdown` is of the busiest rank and sums to `step_seconds`.
+
+    `rank_memory`: bytes by component on each pipeline rank, of all its stages together.
+    """
 
     step_seconds: float
     bubble_fraction: float
     breakdown: Mapping[str, float]
     stages: tuple[StageCost, ...]
-    rank_memory_bytes: tuple[int, ...] = ()
+    rank_memory: tuple[Mapping[str, int], ...]
 
     @property
     def memory_bytes(self) -> int:
-        return max(self.rank_memory_bytes)
+        return max(memory["total"] for memory in self.rank_memory)
 
 
 @dataclass(frozen=True)
@@ -146,12 +157,16 @@ class Evaluator:
         return parts["total"] - parts["overhead"]
 
     def stage(self, first: int, last: int, *, in_flight: float, zero: int, recompute: bool | str) -> StageCost:
-        """Price units [first, last) as one stage that keeps `in_flight` microbatches."""
+        """Price units [first, last) as the only stage of a rank, that keeps `in_flight` microbatches."""
+        cost, still, saved = self._priced_stage(first, last, zero, recompute)
+        return replace(cost, memory_bytes=self._stage_memory.with_activations(still, saved, in_flight))
+
+    def _priced_stage(self, first: int, last: int, zero: int, recompute: bool | str) -> tuple[StageCost, Memory, int]:
+        """A stage without memory, its memory without activations, and what one microbatch saves; cached."""
         key = (*self._kind_of_stage(first, last, recompute), zero, recompute)
         if key not in self._stages:
             self._stages[key] = self._stage(first, last, zero, recompute)
-        cost, still, saved = self._stages[key]
-        return replace(cost, memory_bytes=self._stage_memory.with_activations(still, saved, in_flight))
+        return self._stages[key]
 
     def _kind_of_stage(self, first: int, last: int, recompute: bool | str) -> tuple[object, ...]:
         """Equal for stages that cost the same: the same templates in the same order, and the same shared tensors."""
@@ -163,16 +178,17 @@ class Evaluator:
     def _stage(self, first: int, last: int, zero: int, recompute: bool | str) -> tuple[StageCost, Memory, int]:
         """Cost without memory, memory without activations, and what one microbatch saves."""
         units = [self.unit(index, recompute=recompute) for index in range(max(first, 1), last)]
-        forward, backward = Seconds(), Seconds()
+        forward, backward, weights = Seconds(), Seconds(), Seconds()
         for unit in units:
-            forward, backward = forward + unit.forward, backward + unit.backward
+            forward, backward, weights = forward + unit.forward, backward + unit.backward, weights + unit.weights
         held = self._held(first, last)
         stored = self._held(first, last, stored=True)
         prelude = self._units.template(self.graph.units[0].template, recompute=False).forward
         prelude += self._units.changes_seconds(prepared_changes(self.program, first, last))[0]
         copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)
         forward += Seconds(compute=copied_ahead)
-        backward += Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
+        accumulated = Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
+        backward, weights = backward + accumulated, weights + accumulated
         step = {
             "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
             "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
@@ -183,10 +199,13 @@ class Evaluator:
         cost = StageCost(
             forward=forward,
             backward=backward,
+            weights=weights,
             step=step,
             send_seconds=0.0,
             memory_bytes={},
             num_parameters=sum(num_elements(parameter) for parameter in stored),
+            host_forward=sum(unit.host_forward for unit in units),
+            host_backward=sum(unit.host_backward for unit in units),
         )
         return (
             cost,
@@ -218,32 +237,45 @@ class Evaluator:
         schedule: str,
         zero: int,
         activation_checkpoint: str,
-        interleave: int = 1,
     ) -> Evaluated:
-        """Price a complete candidate.
-
-        `interleave`: stages per rank; stage s lies on rank s modulo pp and runs as in interleaved 1F1B.
-        """
-        microbatches = self.mesh.microbatches
-        ranks = len(stages) // interleave
+        """Price a complete candidate; `stages`, a multiple of pp, lie on ranks as the schedule places them."""
+        microbatches, ranks = self.mesh.microbatches, self.mesh.pp
+        order = get_schedule(schedule)
+        priced = [self._priced_stage(first, last, zero, activation_checkpoint) for first, last in stages]
+        of_rank = [order.stages_of(rank, ranks, len(stages)) for rank in range(ranks)]
+        kept = kept_at_once(schedule, ranks, microbatches, len(stages) // ranks)
+        memory: dict[int, Mapping[str, int]] = {}
+        rank_memory: list[Mapping[str, int]] = []
+        for mine, fullest in zip(of_rank, kept, strict=True):
+            counts = max(fullest, key=lambda counts: sum(n * priced[s][2] for n, s in zip(counts, mine, strict=True)))
+            parts = [
+                self._stage_memory.with_saved(priced[s][1], priced[s][2], n) for n, s in zip(counts, mine, strict=True)
+            ]
+            together = self._stage_memory.of_rank(parts, zero)
+            rank_memory.append(together)
+            memory |= {s: part.by_component() for s, part in zip(mine, parts, strict=True)}
+            if len(mine) == 1:
+                memory[mine[0]] = together
         costs = tuple(
             replace(
-                self.stage(
-                    first,
-                    last,
-                    in_flight=self._in_flight(s, ranks, schedule, interleave),
-                    zero=zero,
-                    recompute=activation_checkpoint,
-                ),
-                send_seconds=self.send_seconds(last, s % ranks),
+                cost,
+                memory_bytes=memory[s],
+                send_seconds=self._stage_send_seconds(order, s, stages),
             )
-            for s, (first, last) in enumerate(stages)
+            for s, (cost, _, _) in enumerate(priced)
         )
-        timeline = self._timeline_seconds(costs, schedule, interleave)
-        by_rank = [costs[rank::ranks] for rank in range(ranks)]
+        durations = self._durations(costs, order)
+        timeline = self._timeline_seconds(costs, durations, order)
+        costs = tuple(
+            replace(cost, action_seconds={kind: durations[s, kind] for kind in KINDS if (s, kind) in durations})
+            for s, cost in enumerate(costs)
+        )
+        by_rank = [[costs[s] for s in mine] for mine in of_rank]
         after = max(sum(cost.step_seconds for cost in mine) for mine in by_rank)
-        step = timeline + after
-        busiest = max(by_rank, key=lambda mine: sum(_busy(cost, microbatches) for cost in mine))
+        started = self.prices.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
+        step = started + timeline + after
+        busiest_rank = max(range(ranks), key=lambda rank: sum(_busy(cost, microbatches) for cost in by_rank[rank]))
+        busiest = by_rank[busiest_rank]
         both = sum((cost.forward + cost.backward for cost in busiest), Seconds())
         once = {name: sum(cost.step[name] for cost in busiest) for name in busiest[0].step}
         breakdown = {"compute": microbatches * both.compute + once["compute"]}
@@ -251,55 +283,76 @@ class Evaluator:
             if axis in self.mesh.written:
                 breakdown[axis] = microbatches * both.on_axis(axis) + once[axis]
         breakdown["optimizer"] = once["optimizer"]
+        busy = microbatches * both.total
         if len(stages) > 1:
+            acting = sum(seconds for (s, _), seconds in durations.items() if s in of_rank[busiest_rank])
+            longer = microbatches * acting - busy
+            breakdown["pipeline_host"] = started + max(0.0, longer)
             breakdown["bubble"] = step - sum(breakdown.values())
         else:
             step = sum(breakdown.values())
-        busy = microbatches * both.total
         slower = slowest_of_nodes(self.mesh, self.prices.cluster)
         return Evaluated(
             step_seconds=step * slower,
             bubble_fraction=max(0.0, 1 - busy / timeline) if len(stages) > 1 and timeline else 0.0,
             breakdown={name: seconds * slower for name, seconds in breakdown.items()},
             stages=costs,
-            rank_memory_bytes=tuple(map(_rank_bytes, by_rank)),
+            rank_memory=tuple(rank_memory),
         )
 
-    def _in_flight(self, stage: int, ranks: int, schedule: str, interleave: int) -> float:
-        microbatches = self.mesh.microbatches
-        if interleave == 1:
-            return get_schedule(schedule).in_flight(stage, ranks, microbatches)
-        warmup = 2 * (ranks - stage % ranks - 1) + (interleave - 1) * ranks + 1
-        return min(microbatches, warmup / interleave)
+    def _stage_send_seconds(self, order: Schedule, stage: int, stages: Sequence[tuple[int, int]]) -> float:
+        """To the next stage; neighbours on one rank hand on."""
+        edge = edge_of(order, stage, self.mesh.pp) if stage + 1 < len(stages) else None
+        return 0.0 if edge is None else self.send_seconds(stages[stage][1], edge)
 
-    def _timeline_seconds(self, costs: Sequence[StageCost], schedule: str, interleave: int) -> float:
-        microbatches = self.mesh.microbatches
+    def _durations(self, costs: Sequence[StageCost], order: Schedule) -> dict[tuple[int, str], float]:
+        """Seconds of each action of a microbatch: the device's, or the host's with what the schedule takes of it."""
+        gpu = self.prices.cluster.gpu
+        action = gpu.pipeline_action_seconds if len(costs) > 1 else 0.0
+
+        def longer(device: float, host: float) -> float:
+            return device + action if gpu.is_host else max(device, host + action)
+
+        found = {(s, FORWARD): longer(cost.forward.total, cost.host_forward) for s, cost in enumerate(costs)}
+        for s, cost in enumerate(costs):
+            whole, host = cost.backward.total, cost.host_backward
+            if not order.splits_backward:
+                found[s, BACKWARD] = longer(whole, host)
+                continue
+            # PyTorch leaves the first stage's whole backward to W: it has no input whose gradient anyone waits for.
+            weights = cost.weights.total if s else whole
+            share = weights / whole if whole else 1.0
+            found[s, INPUT_GRADIENT] = longer(whole - weights, host * (1 - share))
+            found[s, WEIGHT_GRADIENT] = longer(weights, host * share)
+        return found
+
+    def _timeline_seconds(
+        self, costs: Sequence[StageCost], durations: Mapping[tuple[int, str], float], order: Schedule
+    ) -> float:
+        ranks = self.mesh.pp
         sends = [cost.send_seconds for cost in costs[:-1]]
-        # What the schedule's own runtime takes for an action.
-        action = self.prices.cluster.gpu.host.action_seconds if len(costs) > 1 else 0.0
-        durations = {(s, FORWARD): cost.forward.total + action for s, cost in enumerate(costs)}
-        durations |= {(s, BACKWARD): cost.backward.total + action for s, cost in enumerate(costs)}
-        if interleave == 1:
-            return _simulated(schedule, microbatches, durations, sends)
-        # Its messages are sent and received in one call that both sides wait for.
-        for s, seconds in enumerate(sends):
-            durations[s, FORWARD] += seconds
-            durations[s + 1, BACKWARD] += seconds
-        table = interleaved_table(len(costs) // interleave, interleave, microbatches)
-        return schedule_seconds(table, durations)
+        if len(costs) > ranks and self.prices.stack.interleaved_messages == "waited for":
+            # They are sent and received in one call that both sides wait for.
+            backward = INPUT_GRADIENT if order.splits_backward else BACKWARD
+            durations = dict(durations)
+            for s, seconds in enumerate(sends):
+                durations[s, FORWARD] += seconds
+                durations[s + 1, backward] += seconds
+            sends = [0.0] * len(sends)
+        return _simulated(order.name, ranks, self.mesh.microbatches, durations, sends)
 
 
 def _simulated(
-    schedule: str, microbatches: int, durations: Mapping[tuple[int, str], float], sends: Sequence[float]
+    schedule: str, ranks: int, microbatches: int, durations: Mapping[tuple[int, str], float], sends: Sequence[float]
 ) -> float:
     """Seconds of a schedule. Far beyond warm-up every further microbatch takes as long as the one before."""
-    stages = len(sends) + 1
-    settled, repeated = _SETTLED_ROUNDS * stages, _REPEATED_ROUNDS * stages
+    per_rank = (len(sends) + 1) // ranks
+    settled, repeated = _SETTLED_ROUNDS * ranks, _REPEATED_ROUNDS * ranks
 
     def seconds(count: int) -> float:
-        return schedule_seconds(action_table(schedule, stages, count), durations, sends)
+        return schedule_seconds(action_table(schedule, ranks, count, per_rank), durations, sends)
 
-    if stages == 1 or microbatches <= settled + repeated:
+    if ranks == 1 or microbatches <= settled + repeated:
         return seconds(microbatches)
     before = seconds(settled)
     return before + (microbatches - settled) * (seconds(settled + repeated) - before) / repeated
@@ -307,10 +360,3 @@ def _simulated(
 
 def _busy(cost: StageCost, microbatches: int) -> float:
     return microbatches * (cost.forward.total + cost.backward.total) + cost.step_seconds
-
-
-def _rank_bytes(stages: Sequence[StageCost]) -> int:
-    """Peak bytes of a rank: what its stages hold together, and the largest of what they need in turn."""
-    shared = ("gather_buffers", "temporary", "overhead", "total")
-    held = sum(size for cost in stages for name, size in cost.memory_bytes.items() if name not in shared)
-    return held + sum(max(cost.memory_bytes[name] for cost in stages) for name in shared[:-1])

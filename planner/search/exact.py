@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..sharding.mesh import MICROBATCH, Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, schedules_for, shardings_for
+from .candidates import CHECKPOINTS, always_fills, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
 from .step_model import Policy, StepModel
@@ -97,7 +97,12 @@ class ExactSearch:
         for zero, replicas in shardings_for(mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in self._checkpoints():
                 policy = Policy(
-                    stages=None, zero=zero, schedule="none", activation_checkpoint=checkpoint, replicas=replicas
+                    stages=None,
+                    zero=zero,
+                    schedule="none",
+                    activation_checkpoint=checkpoint,
+                    replicas=replicas,
+                    fills=_fills(self.setting, uses),
                 )
                 bound = self._relaxed(built, uses, alive, policy)
                 if not self._closed(bound):
@@ -125,8 +130,10 @@ class ExactSearch:
 
     def _cuts(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
         last = len(uses.space.graph.units)
-        for schedule in schedules_for(mesh, self.setting.pins):
-            for stages in every_cut(last, mesh.pp):
+        assert policy.zero is not None
+        pins, checkpoint = self.setting.pins, policy.activation_checkpoint
+        for schedule, per_rank in pipelines_for(mesh, pins, last - 1, policy.zero, checkpoint):
+            for stages in every_cut(last, mesh.pp * per_rank):
                 yield bound, replace(policy, schedule=schedule, stages=stages)
 
     def _leaf(self, mesh: Mesh, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> bool:
@@ -186,7 +193,13 @@ def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Se
     zero, replicas = shardings[0] if len(shardings) == 1 else (None, 1)
     stages = ((0, len(uses.space.graph.units)),) if uses.prices.mesh.pp == 1 else None
     policy = Policy(
-        stages=stages, zero=zero, schedule="none", activation_checkpoint="none", replicas=replicas, must_fit=False
+        stages=stages,
+        zero=zero,
+        schedule="none",
+        activation_checkpoint="none",
+        replicas=replicas,
+        must_fit=False,
+        fills=_fills(setting, uses),
     )
     try:
         return model_of(setting, built, uses, alive, policy).solve(as_mip=False)[0]
@@ -194,13 +207,17 @@ def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Se
         return inf
 
 
-def every_cut(last: int, pp: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Every way to cut units [first, last) into pp runs; the prelude, unit 0, is no run of its own."""
-    if pp == 1:
+def _fills(setting: Setting, uses: Uses) -> bool:
+    return always_fills(pipelines_for(uses.prices.mesh, setting.pins, num_cuttable(setting.graph)))
+
+
+def every_cut(last: int, runs: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to cut units [first, last) into so many runs; the prelude, unit 0, is no run of its own."""
+    if runs == 1:
         yield ((first, last),)
         return
-    for end in range(max(first, 1) + 1, last - pp + 2):
-        for rest in every_cut(last, pp - 1, end):
+    for end in range(max(first, 1) + 1, last - runs + 2):
+        for rest in every_cut(last, runs - 1, end):
             yield ((first, end), *rest)
 
 

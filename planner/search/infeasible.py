@@ -17,15 +17,16 @@ _MOST_GPUS_FACTOR = 64
 
 def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     """The error to raise; `least` is the candidate that needs the least memory."""
-    stage, cost = max(enumerate(least.cost.stages), key=lambda item: item[1].memory_bytes["total"])
-    needs, has = cost.memory_bytes["total"] / GIB, setting.cluster.gpu.hbm_bytes / GIB
-    parts = sorted(((size, name) for name, size in cost.memory_bytes.items() if name != "total" and size), reverse=True)
+    rank, memory = max(enumerate(least.cost.rank_memory), key=lambda item: item[1]["total"])
+    needs, has = memory["total"] / GIB, setting.cluster.gpu.hbm_bytes / GIB
+    parts = sorted(((size, name) for name, size in memory.items() if name != "total" and size), reverse=True)
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
     mesh = ",".join(f"{name}={size}" for name, size in least.mesh.written.items())
+    where = "rank" if len(least.stages) > least.mesh.pp else "stage"
     nearest = next(_changes(setting, least), None)
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",
-        where=f"stage {stage} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
+        where=f"{where} {rank} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
         f"zero={least.zero}, activation checkpointing {least.activation_checkpoint}",
         fix=nearest or "no nearby change fits: use GPUs with more memory, or a smaller model",
     )
@@ -39,6 +40,7 @@ def _changes(setting: Setting, least: Candidate) -> Iterator[str]:
         ("zero", "the ZeRO stage"),
         ("microbatch_size", "the microbatch size"),
         ("schedule", "the schedule"),
+        ("stages_per_rank", "the stages per rank"),
     ):
         if getattr(pins, name) is not None and _fits(replace(setting, pins=replace(pins, **{name: None}))):
             yield f"let {text} free (not pinned)"
@@ -58,7 +60,7 @@ def _smaller_batch(setting: Setting, least: Candidate) -> Iterator[str]:
     mesh, batch = least.mesh, setting.graph.batch_size
     if mesh.microbatches > 1 and least.schedule != "gpipe":
         return
-    fullest = max(least.cost.stages, key=lambda stage: stage.memory_bytes["total"]).memory_bytes
+    fullest = max(least.cost.rank_memory, key=lambda memory: memory["total"])
     moving = fullest["activations"] + fullest["temporary"]
     for size in range(batch - 1, 0, -1):
         if batch % size or size % mesh.dp or (mesh.microbatches > 1 and batch // size > mesh.microbatches):

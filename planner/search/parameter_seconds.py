@@ -9,9 +9,9 @@ from ...cost_models.communication import OVERLAP_SLOWDOWN, OVERLAP_SLOWDOWN_COMP
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
+from .held_parameters import HeldParameter, padded_bytes, parameter_bytes
 from .host_seconds import fsdp_hooks, holds_dtensors
 from .prices import Prices, accumulated_bytes
-from .step_collectives import HeldParameter, padded_bytes, parameter_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ...cost_models.work import Pass, Work
 from ..capture.graph import ITEM_BYTES, Kind, ModelGraph, Node, Template, TensorType
+from ..schedules import Schedule
 from ..sharding.mesh import Axis, Mesh
 from ..sharding.placement import SUMMED_GRADIENT, can_split
 from ..sharding.redistribute import Change, CollectiveUse, changes
@@ -211,6 +212,14 @@ def saved_on_device(
     `call` and `kernels`: as in `saved_of`.
     """
     return saved_of(replace(node, outputs=tuple(outputs)), operands, call, kernels)
+
+
+def edge_of(schedule: Schedule, stage: int, ranks: int) -> int | None:
+    """The pipeline edge between the ranks of a stage and the next, as `send_seconds` counts them; None: one rank."""
+    here, there = schedule.rank_of(stage, ranks), schedule.rank_of(stage + 1, ranks)
+    if here == there:
+        return None
+    return min(here, there) if abs(here - there) == 1 else ranks - 1  # from the last rank back to the first
 
 
 def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:

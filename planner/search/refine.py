@@ -13,9 +13,10 @@ from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
+from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, schedules_for, shardings_for
+from .candidates import CHECKPOINTS, num_cuttable, pipelines_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .problem import Built
 from .step_model import Policy
@@ -106,6 +107,8 @@ class Refiner:
         shardings = shardings_for(mesh, self.setting.pins, self.setting.cluster)
         checkpoints = CHECKPOINTS if pinned is None else (pinned,)
         for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
+            if get_schedule(schedule).refuse_policies(zero, checkpoint):
+                continue
             policy = Policy(
                 stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas
             )
@@ -139,9 +142,11 @@ class Refiner:
         """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""
         fitting: list[Candidate] = []
         for mesh in meshes:
-            cuts = tuple(islice(every_cut(len(self.setting.graph.units), mesh.pp), _MOST_CUTS + 1))
+            schedule, per_rank = pipelines_for(mesh, self.setting.pins, num_cuttable(self.setting.graph))[0]
+            num_stages = mesh.pp * per_rank
+            cuts = tuple(islice(every_cut(len(self.setting.graph.units), num_stages), _MOST_CUTS + 1))
             if len(cuts) > _MOST_CUTS:
-                cuts = tuple(dict.fromkeys(candidate.stages for candidate in found if candidate.outer == mesh))
-            schedule = schedules_for(mesh, self.setting.pins)[0]
+                known = (candidate.stages for candidate in found if candidate.outer == mesh)
+                cuts = tuple(dict.fromkeys(stages for stages in known if len(stages) == num_stages))
             fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)

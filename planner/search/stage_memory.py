@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
+from .held_parameters import HeldParameter, parameter_bytes, shard_bytes
 from .parameter_seconds import bytes_by_group
 from .prices import Prices
-from .step_collectives import HeldParameter, parameter_bytes, shard_bytes
 from .unit_costs import UnitCost
 
 
@@ -64,9 +64,25 @@ class StageMemory:
         dp = self.prices.mesh.dp
         return sum(shard_bytes(parameter, dp, 0, zero) for parameter in stored if parameter.trainable)
 
+    def with_saved(self, memory: Memory, saved_bytes: int, in_flight: float) -> Memory:
+        """With what `in_flight` microbatches keep."""
+        return replace(memory, activations=int(in_flight * saved_bytes))
+
     def with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
-        """Bytes by component, with what `in_flight` microbatches keep and the overhead."""
-        memory = replace(memory, activations=int(in_flight * saved_bytes))
+        """Bytes by component of a rank with one stage: with what `in_flight` microbatches keep, and the overhead."""
+        return self.of_rank([self.with_saved(memory, saved_bytes, in_flight)], 0)
+
+    def of_rank(self, stages: Sequence[Memory], zero: int) -> dict[str, int]:
+        """Bytes by component of the stages of a rank together.
+
+        They compute in turn, so scratch is that of the largest. FSDP2's gathered parameters and unreduced gradients are
+        those of all of them: the schedule gathers a stage ahead and reduces it behind its last microbatch. Buckets of
+        ZeRO-1 are used in turn.
+        """
+        memory = sum(stages, Memory.zero())
+        memory = replace(memory, temporary=max(stage.temporary for stage in stages))
+        if zero < 2:
+            memory = replace(memory, gather_buffers=max(stage.gather_buffers for stage in stages))
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
         return memory.by_component()
 

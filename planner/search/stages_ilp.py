@@ -12,22 +12,24 @@ at stage s.
     s.t.  sum_k c[s,k] = 1                                    for each s
           sum_k k c[s,k] - sum_k k c[s-1,k] >= 1              no stage is empty
           T >= sum_k P_k (c[s,k] - c[s-1,k])                  for each s
-          sum_k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M       for each s
+          sum_s,k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M     for each rank, its stages s
 
 With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step
 (messages). Prefix sums make all rows linear: no product of variables. `cut_by_search` solves the same problem by
-dynamic programming over (stage, units).
+dynamic programming over (stage, units), for one stage per rank.
 
 Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages
 can stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run
 that fits fits too, so no other cut leaves less to the stages before.
+
+With several stages per rank the most even cut is taken where it fits: memory alone is worth a program then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -39,6 +41,7 @@ from .placements_ilp import run_solver
 
 _SCALE = 1e6  # microseconds
 _ROUNDING = 1e-12  # of sums of seconds
+_MOST_BINARIES = 2000  # of a program that is solved for several stages per rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class Cutting:
     kept_bytes: tuple[float, ...]
     cut_seconds: tuple[float, ...]
     in_flight: tuple[int, ...]  # by stage
+    rank_of: tuple[int, ...]  # by stage
     microbatches: int
     room_bytes: float
 
@@ -67,13 +71,15 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
     """The slowest stage's part plus the price of the cuts; infinite where a stage is empty or does not fit."""
     bounds = [0, *ends, len(cutting.seconds)]
     slowest = 0.0
+    used = [0.0] * len(cutting.rank_of)
     for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if last <= first:
             return inf
-        used = sum(cutting.held_bytes[first:last]) + cutting.in_flight[stage] * sum(cutting.kept_bytes[first:last])
-        if used > cutting.room_bytes:
-            return inf
+        kept = cutting.in_flight[stage] * sum(cutting.kept_bytes[first:last])
+        used[cutting.rank_of[stage]] += sum(cutting.held_bytes[first:last]) + kept
         slowest = max(slowest, sum(cutting.seconds[first:last]))
+    if max(used) > cutting.room_bytes:
+        return inf
     return cutting.weight * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
 
 
@@ -83,7 +89,13 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
     Raises:
         NoAssignment: too few units, or nothing fits.
     """
-    if len(set(cutting.cut_seconds[:-1])) <= 1:
+    if cutting.num_stages > len(set(cutting.rank_of)):
+        ends = cut_evenly(replace(cutting, room_bytes=inf))
+        if objective(cutting, ends) < inf:
+            return ends
+        if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
+            raise NoAssignment
+    elif len(set(cutting.cut_seconds[:-1])) <= 1:
         return cut_evenly(cutting)
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
 
@@ -192,6 +204,7 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
 
     order = tuple(float(k) for k in range(units + 1))
     room = max(cutting.room_bytes, 1.0)
+    memory: dict[int, tuple[list[tuple[pulp.LpVariable, float]], float]] = {}
     for s in range(stages):
         if s < stages - 1:
             column_sum = [(column, 1.0) for (t, _), column in cuts.items() if t == s]
@@ -202,6 +215,9 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
         at_most([*columns, (slowest, -1.0)], -constant)
         used = tuple(h + cutting.in_flight[s] * a for h, a in zip(held, kept, strict=True))
         columns, constant = difference(s, used, 1 / room)
+        before, already = memory.get(cutting.rank_of[s], ([], 0.0))
+        memory[cutting.rank_of[s]] = [*before, *columns], already + constant
+    for columns, constant in memory.values():
         at_most(columns, cutting.room_bytes / room - constant)
     run_solver(lp, as_mip=True, time_limit_seconds=time_limit_seconds)
     found = {s: k for (s, k), column in cuts.items() if (column.varValue or 0.0) > 0.5}

@@ -9,16 +9,18 @@ Sets, x, e as in `placements_ilp.py`; t templates, u units, s stages, v values. 
 templates take (`step_units.py`), A_s what the parameters of a stage take after its last microbatch
 (`step_parameters.py`).
 
-    f_s = sum_u F_t + communication;  b_s = sum_u B_t + R_t + communication + accumulation of gradients
-    T   >= m (f_s + b_s) + fill and drain through the stages before s                      each s
+    f_s >= sum_u F_t + communication;  b_s >= sum_u B_t + R_t + communication + accumulation of gradients
+    f_s >= host's part of it + an action of the schedule;  b_s likewise                    with a pipeline
+    T   >= sum_s m (f_s + b_s) + fill and drain through the stages before its first one    each rank, s of it
     T   >= fill + (m-1) f_s + drain + (m-1) b_s'                       gpipe, each s, s': all forwards come first
-    A   >= prelude + A_s                                                                   each s
-    U_s >= parameters of a group;  M_s >= M_t                                              each group, t of s
-    state_s + in flight_s sum_v K_v + U_s + M_s + overhead <= memory of the device         each s
+    A   >= sum_s prelude + A_s                                                             each rank, s of it
+    U   >= parameters of a group;  M >= M_t                                                each group, t of a rank
+    sum_s (state_s + in flight_s sum_v K_v) + U + M + overhead <= memory of the device     each rank, s of it
 
     min T + A   s.t. x a legal placement, every axis of more than one rank splits some operation
 
-Without stages (`stages=None`) the rows are summed over all stages: the bound holds for every cut.
+Where the backward is split nothing drains: the first rank may end with gradients of weights. Without stages
+(`stages=None`) the rows are summed over all stages: the bound holds for every cut.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ import pulp
 from ...cost_models.memory import COMPUTE_BYTES
 from ...cost_models.optimizer import get_optimizer
 from ..capture.graph import Kind, ModelGraph, Ref, TensorType
-from ..schedules import get_schedule
+from ..schedules import Schedule, get_schedule, in_flight
 from .assignment import Choice
+from .candidates import pipeline_factor
 from .linear import Linear, add, scaled, sum_of
 from .placements_ilp import run_solver
-from .prices import slowest_of_nodes
+from .prices import edge_of, slowest_of_nodes
 from .problem import Built
 from .step_columns import MIB, SCALE, StepColumns
 from .step_parameters import StageParameters, StepParameters, padded_of, size_of
@@ -50,7 +53,10 @@ _BYTES_OF_ROUNDING = 64.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """All that is decided beside the placements. `stages` None: any cut; `zero` None: any ZeRO stage."""
+    """All that is decided beside the placements. `stages` None: any cut; `zero` None: any ZeRO stage.
+
+    `fills`: of any cut, whether every schedule fills and drains in whole shares (`always_fills`).
+    """
 
     stages: tuple[tuple[int, int], ...] | None
     zero: int | None
@@ -58,6 +64,7 @@ class Policy:
     activation_checkpoint: str
     replicas: int = 1  # of ZeRO-2 and ZeRO-3 shards
     must_fit: bool = True
+    fills: bool = True
 
 
 class StepModel:
@@ -126,28 +133,42 @@ class StepModel:
         return forward, backward, once
 
     def _with_stages(self, stages: Sequence[tuple[int, int]]) -> Linear:
-        times = self.mesh.microbatches
+        times, ranks = self.mesh.microbatches, self.mesh.pp
+        schedule = get_schedule(self.policy.schedule)
         forwards: list[Linear] = []
         backwards: list[Linear] = []
         afters: list[Linear] = []
-        sends = [self._send(last, s) for s, (_, last) in enumerate(stages[:-1])]
-        for s, (first, last) in enumerate(stages):
+        held: list[StageParameters] = []
+        sends = [self._send(schedule, last, s) for s, (_, last) in enumerate(stages[:-1])]
+        for first, last in stages:
             forward, backward, prepared = self._run(first, last)
             parameters = self.parameters.of_stage(first, last)
             accumulation, once = self.parameters.after(parameters)
-            forwards.append(forward)
-            backwards.append(add(backward, accumulation))
+            hosts = self._host(first, last, schedule, len(stages))
+            both = (forward, add(backward, accumulation))
+            if self.cluster.gpu.is_host:  # which has added its own part already
+                ahead, back = (sum_of([(part, 1.0), (host, 1.0)]) for part, host in zip(both, hosts, strict=True))
+            else:
+                ahead, back = (self.columns.largest("H", pair) for pair in zip(both, hosts, strict=True))
+            forwards.append(ahead)
+            backwards.append(back)
             afters.append(add(once, prepared))
-            in_flight = get_schedule(self.policy.schedule).in_flight(s, len(stages), times)
-            self._memory_row(first, last, parameters, float(in_flight), 1)
+            held.append(parameters)
         paths: list[Linear] = []
-        for s in range(len(stages)):
-            path = sum_of([(forwards[s], times), (backwards[s], times)])
-            for before in range(s):
+        ends: list[Linear] = []
+        kept = in_flight(self.policy.schedule, ranks, times, len(stages) // ranks)
+        for rank in range(ranks):
+            mine = schedule.stages_of(rank, ranks, len(stages))
+            self._memory_row([(stages[s], held[s], float(kept[s])) for s in mine], 1)
+            path = sum_of([(part[s], times) for s in mine for part in (forwards, backwards)])
+            for before in range(mine[0]):
                 add(path, forwards[before])
-                add(path, backwards[before])
-                add(path, sends[before], 2.0)
+                add(path, sends[before])
+                if not schedule.splits_backward:
+                    add(path, backwards[before])
+                    add(path, sends[before])
             paths.append(path)
+            ends.append(sum_of([(afters[s], 1.0) for s in mine]))
         if self.policy.schedule == "gpipe":
             through = sum_of([(part, 1.0) for part in (*forwards, *backwards)])
             for send in sends:
@@ -156,22 +177,41 @@ class StepModel:
                 for other in backwards:
                     paths.append(sum_of([(through, 1.0), (one, times - 1), (other, times - 1)]))
         total = self.columns.largest("T", paths)
-        return sum_of([(total, 1.0), (self.columns.largest("A", afters), 1.0)])
+        started = SCALE * self.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
+        return sum_of([(total, 1.0), (self.columns.largest("A", ends), 1.0), ({None: started}, 1.0)])
+
+    def _host(self, first: int, last: int, schedule: Schedule, num_stages: int) -> tuple[Linear, Linear]:
+        """The host's seconds forward and backward of a stage, with what the schedule's actions take."""
+        if num_stages == 1:
+            return {}, {}  # in the terms of the units already
+        action = SCALE * self.cluster.gpu.pipeline_action_seconds
+        indices = () if self.cluster.gpu.is_host else range(max(first, 1), last)
+        units = [self.units[self.space.graph.units[index].template] for index in indices]
+        forward = sum_of([(unit.host_forward, 1.0) for unit in units])
+        backward = sum_of([(unit.host_backward, 1.0) for unit in units])
+        add(forward, {None: action})
+        add(backward, {None: (2 if schedule.splits_backward else 1) * action})
+        return forward, backward
 
     def _any_cut(self) -> Linear:
-        times, pp = self.mesh.microbatches, self.mesh.pp
+        pp = self.mesh.pp
         last = len(self.space.graph.units)
         forward, backward, prepared = self._run(0, last)
         parameters = self.parameters.of_stage(0, last)
         accumulation, once = self.parameters.after(parameters)
         through = sum_of([(forward, 1.0), (backward, 1.0), (accumulation, 1.0)])
-        self._memory_row(0, last, parameters, 1.0, pp)
+        self._memory_row([((0, last), parameters, 1.0)], pp)
         # Of a pipeline only the optimizer's share of the fullest stage is certain.
         after = once if pp == 1 else self.parameters.optimizer_share(parameters)
-        return sum_of([(through, 1 + (times - 1) / pp), (after, 1.0), (prepared, 1 / pp)])
+        factor = pipeline_factor(self.mesh, fills=self.policy.fills)
+        return sum_of([(through, factor), (after, 1.0), (prepared, 1 / pp)])
 
-    def _send(self, boundary: int, edge: int) -> Linear:
+    def _send(self, schedule: Schedule, boundary: int, stage: int) -> Linear:
+        """What a message before unit `boundary` takes, behind a pipeline stage; what is handed on takes nothing."""
         graph = self.space.graph
+        edge = edge_of(schedule, stage, self.mesh.pp)
+        if edge is None:
+            return {}
         crossing = {
             value for unit in graph.units[boundary:] for value in unit.inputs if 0 < value.unit < boundary
         }  # fmt: skip
@@ -191,48 +231,60 @@ class StepModel:
 
     # --- memory ---
 
-    def _memory_row(self, first: int, last: int, parameters: StageParameters, in_flight: float, devices: int) -> None:
-        """What a stage (or all of them together) needs at least, on `devices` devices."""
+    def _memory_row(self, stages: Sequence[tuple[tuple[int, int], StageParameters, float]], devices: int) -> None:
+        """What the stages of a rank (or all of them on `devices` devices) need at least.
+
+        `stages`: units, parameters, microbatches in flight.
+        """
         gpu, mesh, zero = self.cluster.gpu, self.mesh, self.policy.zero
         if zero is None or not self.policy.must_fit:
             return
         states = get_optimizer(self.optimizer).states
         compute = COMPUTE_BYTES[self.precision] / 4
         is_mixed = compute < 1
-        stored = self.parameters.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
-        frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
         is_split = zero >= 2 and mesh.dp > 1
         part = 1 / mesh.shards if is_split else 1.0
+        total: Linear = {}
         moving: Linear = {}
-        if is_split:
-            if mesh.microbatches > 1:
-                held = self.parameters.total(parameters, lambda p: padded_of(p, mesh.shards), master=False)
-                unreduced = self.parameters.total(
-                    parameters, lambda p: padded_of(p, mesh.shards) if p.trainable else 0.0, master=False
-                )
-                moving = sum_of([(held, 1.0), (unreduced, 1.0)])
-            elif devices == 1:
-                sizes = [
-                    sum_of([(self.parameters.trained(key), 1 / MIB) for key in members])
-                    for members in parameters.groups
-                ]
-                unit = scaled(self.columns.largest("U", sizes), MIB)
-                moving = scaled(unit, compute + (1 if is_mixed else 0))
-                add(moving, stored if zero == 2 else unit, compute)
-        # Parameters, gradients and the optimizer's states; mixed precision keeps a copy unless FSDP gathers in it.
-        total = scaled(stored, 2 * part + states / (mesh.shards if zero >= 1 else 1))
-        if is_mixed and not is_split:
-            add(total, stored, compute)
-        add(total, frozen)
-        counts = Counter(self.space.graph.units[index].template for index in range(max(first, 1), last))
-        for t, count in counts.items():
-            add(moving, self.units[t].kept_bytes, in_flight * count)
+        templates: set[int] = set()
+        for (first, last), parameters, count_in_flight in stages:
+            stored = self.parameters.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
+            frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
+            if is_split:
+                add(moving, self._gathered(parameters, stored, zero, devices))
+            # Parameters, gradients and the optimizer's states; mixed precision keeps a copy unless FSDP gathers in it.
+            copied = compute if is_mixed and not is_split else 0.0
+            add(total, stored, 2 * part + states / (mesh.shards if zero >= 1 else 1) + copied)
+            add(total, frozen)
+            counts = Counter(self.space.graph.units[index].template for index in range(max(first, 1), last))
+            for t, count in counts.items():
+                add(moving, self.units[t].kept_bytes, count_in_flight * count)
+            templates |= counts.keys()
         if devices == 1:
-            temporaries = [{self.units[t].temporary: 1.0} for t in counts if self.units[t].temporary is not None]
+            temporaries = [
+                {self.units[t].temporary: 1.0} for t in sorted(templates) if self.units[t].temporary is not None
+            ]
             add(moving, scaled(self.columns.largest("M", temporaries), MIB))
         add(total, moving, 1 + _FRAGMENTATION)
         room = devices * (gpu.hbm_bytes - gpu.overhead_bytes + _BYTES_OF_ROUNDING)
         self.columns.row(scaled(total, 1 / gpu.hbm_bytes), pulp.LpConstraintLE, room / gpu.hbm_bytes)
+
+    def _gathered(self, parameters: StageParameters, stored: Linear, zero: int, devices: int) -> Linear:
+        """What FSDP2 holds whole of a stage: parameters and, while they accumulate, their gradients."""
+        mesh = self.mesh
+        if mesh.microbatches > 1:
+            held = self.parameters.total(parameters, lambda p: padded_of(p, mesh.shards), master=False)
+            unreduced = self.parameters.total(
+                parameters, lambda p: padded_of(p, mesh.shards) if p.trainable else 0.0, master=False
+            )
+            return sum_of([(held, 1.0), (unreduced, 1.0)])
+        if devices > 1:
+            return {}
+        compute = COMPUTE_BYTES[self.precision] / 4
+        sizes = [sum_of([(self.parameters.trained(key), 1 / MIB) for key in members]) for members in parameters.groups]
+        unit = scaled(self.columns.largest("U", sizes), MIB)
+        gathered = scaled(unit, compute + (1 if compute < 1 else 0))
+        return add(gathered, stored if zero == 2 else unit, compute)
 
     # --- answers ---
 

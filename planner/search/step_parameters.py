@@ -20,10 +20,11 @@ from ..capture.graph import ITEM_BYTES, Kind, ModelGraph
 from ..sharding.mesh import SPLIT_AXES
 from ..sharding.placement import SUMMED_GRADIENT
 from .assignment import Choice
+from .held_parameters import HeldParameter, held_dims, held_shape, padded_bytes
 from .linear import Linear, add, scaled, sum_of
 from .prices import Prices, accumulated_bytes
 from .problem import state_of
-from .step_collectives import REDUCED_AXES, HeldParameter, held_dims, held_shape, padded_bytes
+from .step_collectives import REDUCED_AXES
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
 

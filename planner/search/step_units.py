@@ -30,6 +30,8 @@ from .step_uses import MoveUse, OperationUse, Uses, labels_of
 class UnitTerms:
     forward: Linear
     backward: Linear
+    host_forward: Linear
+    host_backward: Linear
     kept_bytes: Linear
     temporary: pulp.LpVariable | None
 
@@ -59,7 +61,7 @@ class StepUnits:
 
         def pass_cost(
             way: int, nodes: Sequence[Node], readers: Callable[[int], bool], *, keeps_results: bool = False
-        ) -> tuple[Linear, Linear]:
+        ) -> tuple[Linear, Linear, Linear]:
             device: Linear = {}
             host: Linear = {}
             messages: Linear = {}
@@ -72,10 +74,10 @@ class StepUnits:
             for index in inner:
                 add(device, self._moves(index, lambda use: use.copies[way] * SCALE, readers))
                 add(messages, self._moves(index, lambda use: use.messages[way] * SCALE, readers))
-            return self.columns.largest("C", (device, host)), messages
+            return self.columns.largest("C", (device, host)), messages, host
 
-        ahead, sent = pass_cost(0, operations, every)
-        back, returned = pass_cost(1, operations, every)
+        ahead, sent, host_forward = pass_cost(0, operations, every)
+        back, returned, host_backward = pass_cost(1, operations, every)
         forward = sum_of([(ahead, 1.0), (sent, 1.0)])
         backward = sum_of([(back, 1.0), (returned, 1.0)])
         kept = self._kept(t, operations, without=self._shared_inputs(t, recompute=False))
@@ -83,8 +85,9 @@ class StepUnits:
         temporary = results
         if recompute != "none":
             nodes = [node for node in operations if (t, node.name) in again]
-            ahead, sent = pass_cost(0, nodes, repeated, keeps_results=recompute == "selective")
+            ahead, sent, host = pass_cost(0, nodes, repeated, keeps_results=recompute == "selective")
             backward = sum_of([(backward, 1.0), (ahead, 1.0), (sent, 1.0)])
+            host_backward = sum_of([(host_backward, 1.0), (host, 1.0)])
             if recompute == "full":
                 kept = self._kept(t, operations)
                 temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
@@ -94,7 +97,14 @@ class StepUnits:
         column = self.columns.column("M")
         for part in temporary:
             self.columns.at_least(column, scaled(part, 1 / MIB))
-        return UnitTerms(forward=forward, backward=backward, kept_bytes=kept, temporary=column)
+        return UnitTerms(
+            forward=forward,
+            backward=backward,
+            host_forward=host_forward,
+            host_backward=host_backward,
+            kept_bytes=kept,
+            temporary=column,
+        )
 
     def edges(self) -> dict[tuple[int, int, int, str], tuple[Linear, Linear]]:
         """Forward and backward of (source template, output, target template, input)."""

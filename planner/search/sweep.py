@@ -17,7 +17,7 @@ from ...cost_models.errors import AutoparError
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
-from ..schedules import get_schedule
+from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import MICROBATCH, SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .assignment import NoAssignment
@@ -25,11 +25,14 @@ from .batch import BatchSplit, find_batch_split
 from .candidates import (
     CHECKPOINTS,
     Pins,
+    Pipeline,
     WholeModel,
+    always_fills,
     bound_seconds,
     may_fit,
     meshes,
-    schedules_for,
+    num_cuttable,
+    pipelines_for,
     shardings_for,
     whole_model,
     zeros_for,
@@ -41,6 +44,7 @@ from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
 from .refine import Refiner
 from .shared import Shared
+from .split_backward import loses_weights
 from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
 from .step_uses import Uses, splits
@@ -227,6 +231,8 @@ class _Sweep:
             evaluator = self._evaluator(replace(mesh, replicas=policy.replicas), placements)
             assert policy.stages is not None
             assert policy.zero is not None
+            if loses_weights(evaluator.program, policy.schedule, policy.stages):
+                return None
             return self._costed(evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint)
         except (KeyError, ValueError):
             return None  # the conversions of two axes do not go together
@@ -234,7 +240,11 @@ class _Sweep:
     def _bound(self, mesh: Mesh) -> float:
         setting = self.setting
         shards = max(zeros_for(mesh, setting.pins)) >= 1
-        return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards)
+        fills = always_fills(self._pipelines(mesh))
+        return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, fills=fills)
+
+    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+        return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
 
     def _refuse(self) -> None:
         if self.found:
@@ -280,8 +290,9 @@ class _Sweep:
                 continue
             name = "ZeRO-3 only" if zero else "naive model parallel"
             checkpoint = pins.activation_checkpoint or "none"
-            schedule = schedules_for(mesh, pins)[0]
-            yield name, self._candidate(self._evaluator(mesh, placements), schedule, zero, checkpoint)
+            evaluator = self._evaluator(mesh, placements)
+            for pipeline in self._pipelines(mesh, zero, checkpoint)[:1]:
+                yield from ((name, each) for each in self._candidate(evaluator, pipeline, zero, checkpoint))
 
     # --- one candidate ---
 
@@ -323,8 +334,11 @@ class _Sweep:
         found: list[Candidate] = []
         for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
             for zero, replicas in shardings:
-                for schedule in schedules_for(mesh, setting.pins):
-                    found.append(self._candidate(evaluators[replicas], schedule, zero, checkpoint))
+                tried: list[Candidate] = []
+                for pipeline in self._pipelines(mesh, zero, checkpoint):
+                    if not tried or self._may_win(evaluators[replicas], pipeline, checkpoint, tried):
+                        tried.extend(self._candidate(evaluators[replicas], pipeline, zero, checkpoint))
+                found.extend(tried)
             if any(candidate.fits for candidate in found):
                 break  # recomputation only costs time
         return found
@@ -339,9 +353,25 @@ class _Sweep:
             precision=self.setting.precision,
         )
 
-    def _candidate(self, evaluator: Evaluator, schedule: str, zero: int, checkpoint: str) -> Candidate:
-        stages = self._cut(evaluator, schedule, zero, checkpoint)
-        return self._costed(evaluator, stages, schedule, zero, checkpoint)
+    def _may_win(self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: str, tried: Sequence[Candidate]) -> bool:
+        """Whether a schedule is worth a try after others of the same policy.
+
+        GPipe and 1F1B are. The others need about as much memory or more, so something must fit, and be slower than they
+        would be without any bubble.
+        """
+        if always_fills((pipeline,)):
+            return True
+        if not any(candidate.fits for candidate in tried):
+            return False
+        mesh = evaluator.mesh
+        units = [evaluator.unit(i, recompute=checkpoint) for i in range(1, len(self.space.graph.units))]
+        floor = mesh.microbatches / mesh.pp * sum(unit.forward.total + unit.backward.total for unit in units)
+        return floor < min(candidate.cost.step_seconds for candidate in (*tried, *self.found) if candidate.fits)
+
+    def _candidate(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> Iterator[Candidate]:
+        stages = self._cut(evaluator, pipeline, zero, checkpoint)
+        if not loses_weights(evaluator.program, pipeline[0], stages):
+            yield self._costed(evaluator, stages, pipeline[0], zero, checkpoint)
 
     def _costed(
         self, evaluator: Evaluator, stages: tuple[tuple[int, int], ...], schedule: str, zero: int, checkpoint: str
@@ -359,8 +389,8 @@ class _Sweep:
             fits=cost.memory_bytes <= self.setting.cluster.gpu.hbm_bytes,
         )
 
-    def _cut(self, evaluator: Evaluator, schedule: str, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
-        mesh = evaluator.mesh
+    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
+        mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = len(self.space.graph.units)
         if mesh.pp == 1:
             return ((0, last),)
@@ -372,7 +402,8 @@ class _Sweep:
             held_bytes=tuple(float(evaluator.unit_state_bytes(index, zero)) for index in range(1, last)),
             kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
             cut_seconds=tuple(2 * evaluator.send_seconds(index + 1, 0) for index in range(1, last)),
-            in_flight=tuple(get_schedule(schedule).in_flight(s, mesh.pp, mesh.microbatches) for s in range(mesh.pp)),
+            in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
+            rank_of=tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank)),
             microbatches=mesh.microbatches,
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
         )

@@ -9,13 +9,14 @@ from typing import TypeGuard
 from ...cost_models.compute import device_seconds, host_seconds
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
-from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
 from ..sharding.rules import kept_kernels
 from .host_seconds import conversion_host, operation_host, parameters_host
 from .kept import Kept, KeptTemplate, stage_bytes
 from .kernels import stack_work, stack_works
 from .prices import Prices, saved_on_device
+from .split_backward import trained_operands
 from .storages import shares_memory
 
 # What is run again before its backward: nothing, all of each block but products and attention, or every block. Then
@@ -57,12 +58,19 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """A unit in one microbatch. `kept` lives until its backward; `working_bytes` lives only while it runs."""
+    """A unit in one microbatch. `kept` lives until its backward; `working_bytes` lives only while it runs.
+
+    `weights`: the part of the backward that makes gradients of parameters. `host_forward`, `host_backward`: seconds of
+    the host, which `forward` and `backward` include where they are longer than the device's.
+    """
 
     forward: Seconds
     backward: Seconds
+    weights: Seconds
     kept: Kept
     working_bytes: int
+    host_forward: float
+    host_backward: float
 
     @property
     def saved_bytes(self) -> int:
@@ -77,6 +85,7 @@ class _StepCost:
     backward: Seconds
     host_forward: float = 0.0
     host_backward: float = 0.0
+    weights_fraction: float = 0.0  # of the backward's compute
 
 
 def _messages_only(step: _StepCost) -> _StepCost:
@@ -92,6 +101,22 @@ def _total(steps: Sequence[_StepCost], *, forward: bool) -> Seconds:
         total += step.forward if forward else step.backward
         host += step.host_forward if forward else step.host_backward
     return replace(total, compute=max(total.compute, host))
+
+
+def _weights(steps: Sequence[_StepCost]) -> Seconds:
+    """The part of a backward that makes gradients of parameters, of the longer of device and host."""
+    device = sum(step.weights_fraction * step.backward.compute for step in steps)
+    host = sum(step.weights_fraction * step.host_backward for step in steps)
+    is_device = sum(step.backward.compute for step in steps) >= sum(step.host_backward for step in steps)
+    return Seconds(compute=device if is_device else host)
+
+
+def _weights_fractions(lowered: TemplateProgram) -> dict[tuple[Var, ...], float]:
+    """By the results of an operation: how much of its backward makes gradients of weights.
+
+    Each operand with a gradient counts alike: exact for products, where it matters.
+    """
+    return {step.results: mine / trained for step, mine, trained in trained_operands(lowered)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +221,8 @@ class UnitCosts:
             pairs = zip(steps, lowered.steps, strict=False)
             steps = [*(_messages_only(cost) if keeps_result(step) else cost for cost, step in pairs), steps[-1]]
         # Parameters, the last entry, are read again with whatever is run again.
-        forward = _total([step for step, runs in zip(steps, [*again, True], strict=True) if runs], forward=True)
+        repeated = [step for step, runs in zip(steps, [*again, True], strict=True) if runs]
+        forward = _total(repeated, forward=True)
         forward += Seconds(compute=self.prices.cluster.gpu.host.checkpoint_seconds)
         of_template = KeptTemplate(lowered, self.prices)
         if policy == _FULL:
@@ -210,7 +236,15 @@ class UnitCosts:
         else:
             kept = of_template.kept(without=again)
             working = plain.working_bytes + plain.saved_bytes - kept.num_bytes
-        return UnitCost(forward=plain.forward, backward=plain.backward + forward, kept=kept, working_bytes=working)
+        return UnitCost(
+            forward=plain.forward,
+            backward=plain.backward + forward,
+            weights=plain.weights,
+            kept=kept,
+            working_bytes=working,
+            host_forward=plain.host_forward,
+            host_backward=plain.host_backward + sum(step.host_forward for step in repeated),
+        )
 
     def _again(self, lowered: TemplateProgram, policy: str) -> list[bool]:
         """Which steps of a template run again."""
@@ -245,6 +279,7 @@ class UnitCosts:
         # Fused traffic is left out below: what remains runs as eager kernels do.
         priced = replace(stack, fusion="eager")
         found: list[_StepCost] = []
+        fractions = _weights_fractions(lowered)
         for step, work in zip(lowered.steps, stack_works(lowered, stack), strict=True):
             if isinstance(step, Convert) or work is None:
                 assert isinstance(step, Convert)
@@ -270,6 +305,7 @@ class UnitCosts:
                     backward=backward,
                     host_forward=host_seconds(work.forward, gpu, stack=priced) + host_ahead,
                     host_backward=host_seconds(work.backward, gpu, stack=priced) + host_back,
+                    weights_fraction=fractions.get(step.results, 0.0),
                 )
             )
         ahead, back = parameters_host(lowered, self.mesh, gpu)
@@ -282,8 +318,11 @@ class UnitCosts:
         return UnitCost(
             forward=_total(steps, forward=True),
             backward=_total(steps, forward=False),
+            weights=_weights(steps),
             kept=KeptTemplate(lowered, self.prices).kept(),
             working_bytes=self._working_bytes(lowered),
+            host_forward=sum(step.host_forward for step in steps),
+            host_backward=sum(step.host_backward for step in steps),
         )
 
     @staticmethod

@@ -98,7 +98,7 @@ def forward_lines(modules: Modules, stage: StageProgram) -> tuple[list[str], lis
             writer.inline_unit(run)
     if writer.updated:
         body.add(update_statement(writer.updated))
-    if stage.index == modules.mesh.pp - 1:
+    if stage.index == len(modules.model.stages) - 1:
         return arguments, body.lines([modules.graph.loss], lambda found: returned([found[0].text]))
     return arguments, body.lines(stage.sent, lambda found: returned([f"{e.at(ATOM)}.contiguous()" for e in found]))
 

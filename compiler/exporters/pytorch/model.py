@@ -51,7 +51,8 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     mesh, options = modules.mesh, modules.options
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1) or "one rank"
     policy = [f"{mesh.microbatches} microbatches"] if mesh.microbatches > 1 else []
-    policy += [options.schedule] if mesh.pp > 1 else []
+    several = f" with {len(options.rank_stages[0])} stages per rank" if len(options.rank_stages[0]) > 1 else ""
+    policy += [f"{options.schedule}{several}"] if mesh.pp > 1 else []
     within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
     policy += [f"ZeRO-{options.zero}{within}"] if mesh.dp > 1 else []
     checkpointing = options.activation_checkpoint
@@ -144,6 +145,8 @@ def _constants(modules: Modules) -> Iterator[str]:
         yield f"REPLICAS = {mesh.replicas}  # groups of dp ranks that each hold all shards of the parameters"
     if mesh.microbatches > 1 or modules.is_pipeline:
         yield f"MICROBATCHES = {mesh.microbatches}"
+    if modules.has_several_stages:
+        yield from layout(f"RANK_STAGES = {literal(options.rank_stages)}", "", "the stages of each pipeline rank")
     if modules.layers:
         ranges = ", ".join(
             f"range({last})" if first == 0 else f"range({first}, {last})" for first, last in modules.layers.ranges
@@ -191,14 +194,16 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     yield module_functions.build_mesh(mesh)
     if modules.has_shards:
         yield zero1_functions.shards(modules.parameter_axes)
-        yield zero1_functions.OPTIMIZED
+        several = modules.has_several_stages
+        yield zero1_functions.OPTIMIZED_OF_SEVERAL if several else zero1_functions.OPTIMIZED
     yield module_functions.build_stage(
         stages=stage_names,
         zero=options.zero if modules.has_fsdp or modules.has_shards else None,
         replicas=mesh.replicas,
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
-        tied=modules.has_ties,
+        tied=modules.has_ties and max(modules.tie_ranks) > 1,
+        several=modules.has_several_stages,
     )
     fused = any(tensor.fused_dim is not None for stage in model.stages for tensor in stage.tensors)
     yield module_functions.state_dicts(distributed=modules.has_dtensors, shards=modules.has_shards, fused=fused)
@@ -209,6 +214,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     reduces = bool(modules.reduced_axes) or modules.has_ties or modules.has_shards
     yield step_functions.train_step(
         pp=mesh.pp,
+        num_stages=len(model.stages) if modules.has_several_stages else None,
         microbatches=mesh.microbatches,
         fsdp=modules.has_fsdp,
         random=any(re.search(r"\bself\.step\b", text) for text in stages.values()),
@@ -229,7 +235,8 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         yield step_functions.reduce_gradients(
             whole,
             [axis for axis in modules.reduced_axes if axis not in whole],
-            tied=modules.has_ties,
+            tied=modules.tie_ranks if modules.has_ties else (),
+            several=modules.has_several_stages,
             shards=modules.has_shards,
             distributed=bool(modules.parameter_axes) or modules.has_fsdp,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
@@ -246,6 +253,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         shards=modules.has_shards,
         copies=_copies(modules),
         world=mesh.world_size,
+        several=modules.has_several_stages,
     )
 
 
@@ -276,8 +284,8 @@ def _is_cut(tensor: HeldTensor) -> bool:
 
 def _pipeline(modules: Modules) -> str:
     """The function that wraps a stage for torch's schedule, with the shapes that cross its edges."""
-    last = modules.mesh.pp - 1
     stages = modules.model.stages
+    last = len(stages) - 1
     return step_functions.pipeline(
         [_shapes(modules, stage.received) for stage in stages],
         [_shapes(modules, stage.sent if stage.index < last else (modules.graph.loss,)) for stage in stages],

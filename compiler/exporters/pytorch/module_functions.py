@@ -133,37 +133,70 @@ def build_mesh(device_type: str) -> DeviceMesh:
 
 
 def build_stage(
-    *, stages: Sequence[str], zero: int | None, replicas: int, blocks: Sequence[str], layers: bool, tied: bool
+    *,
+    stages: Sequence[str],
+    zero: int | None,
+    replicas: int,
+    blocks: Sequence[str],
+    layers: bool,
+    tied: bool,
+    several: bool,
 ) -> str:
-    """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks."""
+    """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks;
+    `tied`: there are groups of ranks that hold tied parameters; `several`: a rank's stages are a list."""
+    text = _build_stages(stages, layers) if several else _build_one(stages, layers)
+    if zero == 1:
+        text += _sharded(several)
+    elif zero is not None:
+        text += _fully_sharded(blocks, reshard=zero == 3, replicas=replicas, several=several)
+    built = "stages" if several else "stage"
+    if tied:
+        text.append(f"    {built}.tied_groups = tied_groups(mesh)")
+    text.append(f"    return {built}")
+    groups = _TIED_GROUPS_OF_SEVERAL if several else _TIED_GROUPS
+    return "\n".join(text) + (f"\n\n\n{groups}" if tied else "")
+
+
+def _build_stages(stages: Sequence[str], layers: bool) -> list[str]:
+    return [
+        'def build_stage(mesh: DeviceMesh, device: torch.device | str = "meta") -> nn.ModuleList:',
+        '    """This rank\'s stages in the order of the model, on `device` and not yet filled."""',
+        *layout(f"classes = ({_classes(stages)})", "    "),
+        '    mine = RANK_STAGES[mesh["pp"].get_local_rank()]',
+        "    with torch.device(device):",
+        f"        stages = nn.ModuleList(classes[i](mesh{', STAGE_LAYERS[i]' if layers else ''}) for i in mine)",
+    ]
+
+
+def _build_one(stages: Sequence[str], layers: bool) -> list[str]:
     what = "stage" if len(stages) > 1 else "part of the model"
-    lines = [
+    return [
         'def build_stage(mesh: DeviceMesh, device: torch.device | str = "meta") -> nn.Module:',
         f'    """This rank\'s {what}, on `device` and not yet filled."""',
         *(['    index = mesh["pp"].get_local_rank()'] if len(stages) > 1 else []),
         "    with torch.device(device):",
         *layout(f"stage = {_made(stages, layers=layers)}", "        "),
     ]
-    if zero == 1:
-        lines.append("    stage.shards = [Shards(stage, mesh)]  # in a list: they are no parameters of the stage")
-    elif zero is not None:
-        lines += _fully_sharded(blocks, reshard=zero == 3, replicas=replicas)
-    if tied:
-        lines.append("    stage.tied_groups = tied_groups(mesh)")
-    lines.append("    return stage")
-    text = "\n".join(lines)
-    return f"{text}\n\n\n{_TIED_GROUPS}" if tied else text
 
 
 def _made(stages: Sequence[str], *, layers: bool) -> str:
     if len(stages) == 1:
         return f"{stages[0]}(mesh)"
+    return f"({_classes(stages)})[index](mesh{', STAGE_LAYERS[index]' if layers else ''})"
+
+
+def _sharded(several: bool) -> list[str]:
+    """ZeRO-1: the parts of the parameters that the optimizer has."""
+    line, note = "stage.shards = [Shards(stage, mesh)]", "in a list: they are no parameters of the stage"
+    return ["    for stage in stages:", f"        {line}  # {note}"] if several else [f"    {line}  # {note}"]
+
+
+def _classes(stages: Sequence[str]) -> str:
     runs = [(name, len(list(run))) for name, run in groupby(stages)]
-    classes = ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
-    return f"({classes})[index](mesh{', STAGE_LAYERS[index]' if layers else ''})"
+    return ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
 
 
-def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int) -> list[str]:
+def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int, several: bool) -> list[str]:
     over = "groups" if replicas > 1 else 'mesh["dp"]'
     arguments = f"mesh={over}, reshard_after_forward={reshard}"
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
@@ -173,17 +206,21 @@ def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int) -> li
             "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
             '    groups = mesh["dp"]._unflatten(0, (REPLICAS, DP // REPLICAS), ("dp_replicate", "dp_shard"))',
         ]
+    indent = "    "
+    if several:
+        lines.append("    for stage in stages:")
+        indent += "    "
     if blocks:
         kinds = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
-        lines.append("    for module in stage.modules():")
-        lines += layout(f"if isinstance(module, {kinds}):", "        ")
-        lines.append(f"            fully_shard(module, {arguments})")
+        lines.append(f"{indent}for module in stage.modules():")
+        lines += layout(f"if isinstance(module, {kinds}):", f"{indent}    ")
+        lines.append(f"{indent}        fully_shard(module, {arguments})")
     # What lies outside the blocks is needed again at once in the backward: by default the root is not resharded.
     whole = f"mesh={over}" if blocks and reshard else arguments
     return [
         *lines,
-        f"    fully_shard(stage, {whole})",
-        "    for module in stage.modules():",
+        f"{indent}fully_shard(stage, {whole})",
+        f"    for module in {'stages' if several else 'stage'}.modules():",
         "        if isinstance(module, FSDPModule):",
         "            # Gradients are plain sums: the loss is already divided by the global count.",
         "            module.set_gradient_divide_factor(1.0)",
@@ -197,6 +234,19 @@ def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
     groups = {}
     for stages in sorted(set(TIED.values())):
         for ranks in mesh.mesh[list(stages)].reshape(len(stages), -1).T.tolist():
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                groups[stages] = group
+    return groups'''
+
+
+_TIED_GROUPS_OF_SEVERAL = '''\
+def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group among the holders of tied parameters, by the stages that hold them."""
+    groups = {}
+    for stages in sorted(set(TIED.values())):
+        holders = [rank for rank, held in enumerate(RANK_STAGES) if not set(held).isdisjoint(stages)]
+        for ranks in mesh.mesh[holders].reshape(len(holders), -1).T.tolist() if len(holders) > 1 else ():
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 groups[stages] = group

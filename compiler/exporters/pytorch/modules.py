@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.errors import AutoparError
+from ....planner.schedules import get_schedule
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef, kept_kernels
@@ -61,6 +62,17 @@ class Modules:
     @property
     def is_pipeline(self) -> bool:
         return self.mesh.pp > 1
+
+    @property
+    def has_several_stages(self) -> bool:
+        """Whether a rank's stages are a list, of one or more: what the schedule's class asks for."""
+        return get_schedule(self.options.schedule).is_multi_stage
+
+    @property
+    def tie_ranks(self) -> tuple[int, ...]:
+        """On how many pipeline ranks the stages lie that hold each tied parameter."""
+        ranks = self.options.rank_stages
+        return tuple(sum(not set(mine).isdisjoint(stages) for mine in ranks) for _, stages in self.model.ties)
 
     @property
     def has_ties(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....planner.errors import AutoparError
 from ....planner.plan import Plan
@@ -15,7 +15,8 @@ CHECKPOINTS = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`stage_seconds`: predicted forward and backward of one microbatch, by stage; `step_seconds`: parts of a step.
+    """`rank_stages`: the stages of each pipeline rank. `stage_seconds`: predicted forward and backward of one
+    microbatch, by stage; `step_seconds`: parts of a step.
 
     Raises:
         AutoparError: a policy that no code can be written for.
@@ -24,6 +25,7 @@ class Options:
     zero: int
     activation_checkpoint: str
     schedule: str
+    rank_stages: tuple[tuple[int, ...], ...] = ((0,),)
     stage_seconds: tuple[float, ...] = ()
     step_seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -54,14 +56,23 @@ def options_of(plan: Plan) -> Options:
         stage_seconds=tuple(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
         step_seconds=dict(plan.time_breakdown_seconds),
     )
-    reason = get_schedule(plan.schedule).refuse(len(plan.stages), plan.microbatches)
-    if reason:
+    ranks, schedule = plan.mesh["pp"], get_schedule(plan.schedule)
+    reason = schedule.refuse(ranks, plan.stages_per_rank, plan.microbatches)
+    if reason := reason or schedule.refuse_policies(plan.zero, plan.activation_checkpoint):
         raise AutoparError(
             f"schedule {plan.schedule} cannot run: {reason}",
-            where="plan.json: schedule, stages, microbatches",
+            where="plan.json: schedule, stages, microbatches, zero, activation_checkpoint",
             fix="choose another schedule or number of microbatches",
         )
-    return options
+    for index, stage in enumerate(plan.stages):
+        if (rank := schedule.rank_of(index, ranks)) != stage.rank:
+            raise AutoparError(
+                f"stage {index} is on rank {stage.rank}, but schedule {plan.schedule} has it on {rank}",
+                where=f"plan.json: stages[{index}].rank",
+                fix=f"write {rank}",
+            )
+    held = (schedule.stages_of(rank, ranks, len(plan.stages)) for rank in range(ranks))
+    return replace(options, rank_stages=tuple(held))
 
 
 __all__ = ["Options", "options_of"]

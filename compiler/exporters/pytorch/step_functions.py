@@ -61,10 +61,35 @@ EDGES
     return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
 
 
+_PIPELINE_OF_SEVERAL = '''\
+def pipeline(stages: nn.ModuleList, mesh: DeviceMesh) -> SCHEDULE:
+    """This rank's stages in their schedule. One microbatch's tensors cross the stages' edges with these shapes."""
+PARAMETER
+
+    def tensor(*shape: int, dtype: torch.dtype | None = dtype, requires_grad: bool = True) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+    edges = (
+EDGES
+    )
+    group = mesh["pp"].get_group()
+    wrapped = []
+    for index, stage in zip(RANK_STAGES[mesh["pp"].get_local_rank()], stages, strict=True):
+        received, sent = edges[index]
+        wrapped.append(
+            PipelineStage(stage, index, len(edges), device, input_args=received, output_args=sent, group=group)
+        )
+    # The last stage returns the loss itself; it is a sum over microbatches, so gradients are not rescaled.
+    return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
+
+
 def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool) -> str:
     """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some."""
     parameter = _FIRST_PARAMETER if has_parameters else _FIRST_PARAMETER_IF_ANY
-    text = _PIPELINE.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
+    text = _PIPELINE
+    if get_schedule(schedule).is_multi_stage:
+        text, parameter = _PIPELINE_OF_SEVERAL, parameter.replace("stage.", "stages.")
+    text = text.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
     return text.replace("EDGES", "\n".join(_edges(received, sent)))
 
 
@@ -84,6 +109,7 @@ def _edges(received: Sequence[str], sent: Sequence[str]) -> list[str]:
 def train_step(
     *,
     pp: int,
+    num_stages: int | None,
     microbatches: int,
     fsdp: bool,
     random: bool,
@@ -93,28 +119,37 @@ def train_step(
     loss_axes: Sequence[str],
     loss_dtype: str,
 ) -> str:
-    """`loss_axes`: over which the ranks' parts of the loss add up, pp included; "world" for all ranks at once."""
+    """`num_stages`: of the whole pipeline, where a rank's stages are a list. `loss_axes`: over which the ranks' parts
+    of the loss add up, pp included; "world" for all ranks at once."""
+    several = num_stages is not None
+    model, kind, indent = ("stages", "nn.ModuleList", "        ") if several else ("stage", "nn.Module", "    ")
     lines = [
-        "def train_step(stage: nn.Module, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int)"
-        " -> torch.Tensor:",
+        *layout(
+            f"def train_step({model}: {kind}, mesh: DeviceMesh, inputs: dict[str, torch.Tensor], step: int)"
+            " -> torch.Tensor:",
+            "",
+        ),
         '    """Forward and backward of one step; gradients are left in `.grad`. Returns the loss of the whole batch.',
         "",
         "    `inputs` is the share of this rank's dp coordinate, by argument name.",
         '    """',
-        "    stage.zero_grad()",
-        *(["    gather_parameters(stage, mesh)"] if shards else []),
+        f"    {model}.zero_grad()",
+        *([f"    gather_parameters({model}, mesh)"] if shards else []),
     ]
+    if several:
+        lines.append("    for stage in stages:")
     if random:
-        lines.append("    stage.step = step  # random operations draw from (step, microbatch, operation, coordinates)")
+        note = "random operations draw from (step, microbatch, operation, coordinates)"
+        lines.append(f"{indent}stage.step = step  # {note}")
     if microbatches > 1:
-        lines.append("    stage.microbatches = split_microbatches(stage.prepare(inputs), stage.batch_dims)")
+        lines.append(f"{indent}stage.microbatches = split_microbatches(stage.prepare(inputs), stage.batch_dims)")
     else:
-        lines.append("    stage.microbatches = [stage.prepare(inputs)]")
-    lines += _run_pipeline(loss_dtype) if pp > 1 else _run_loop(microbatches, fsdp)
+        lines.append(f"{indent}stage.microbatches = [stage.prepare(inputs)]")
+    lines += _run_pipeline(loss_dtype, num_stages) if pp > 1 else _run_loop(microbatches, fsdp)
     if reduce:
-        lines.append("    reduce_gradients(stage, mesh)")
+        lines.append(f"    reduce_gradients({model}, mesh)")
     if updates:
-        lines += ["    if stage.training:", "        update_buffers(stage)"]
+        lines += [f"    if {model}.training:", f"        update_buffers({model})"]
     if "world" in loss_axes:
         lines.append("    dist.all_reduce(loss)  # every rank has its part of it")
     else:
@@ -134,18 +169,21 @@ def update_buffers(stage: nn.Module) -> None:
             module.get_buffer(name).copy_(value)'''
 
 
-def _run_pipeline(loss_dtype: str) -> list[str]:
+def _run_pipeline(loss_dtype: str, num_stages: int | None) -> list[str]:
     dtype = "" if loss_dtype == DEFAULT_DTYPE else f"dtype=torch.{loss_dtype}, "
+    model, is_last = "stage", 'mesh["pp"].get_local_rank() == PP - 1'
+    if num_stages is not None:
+        model, is_last = "stages", f'{num_stages - 1} in RANK_STAGES[mesh["pp"].get_local_rank()]'
     return [
-        '    if not hasattr(stage, "schedule"):',
-        "        stage.schedule = pipeline(stage, mesh)",
+        f'    if not hasattr({model}, "schedule"):',
+        f"        {model}.schedule = pipeline({model}, mesh)",
         "    numbers = torch.arange(MICROBATCHES)",
-        '    if mesh["pp"].get_local_rank() == PP - 1:',
+        f"    if {is_last}:" + ("  # the last stage" if num_stages is not None else ""),
         "        losses = []",
-        "        stage.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)",
+        f"        {model}.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)",
         "        loss = torch.stack(losses).sum().detach()",
         "    else:",
-        "        stage.schedule.step(microbatch=numbers, return_outputs=False)",
+        f"        {model}.schedule.step(microbatch=numbers, return_outputs=False)",
         f"        loss = torch.zeros((), {dtype}device=mesh.device_type)",
     ]
 
@@ -195,9 +233,9 @@ def local_gradient(p: nn.Parameter) -> torch.Tensor:
     return p.grad.to_local()'''
 
 
-def _holder(shards: bool) -> str:
+def _holder(shards: bool, model: str = "stage") -> str:
     """The module whose parameters have the gradients of a step in the end."""
-    return "optimized(stage)" if shards else "stage"
+    return f"optimized({model})" if shards else model
 
 
 def _gradient(distributed: bool) -> str:
@@ -208,7 +246,8 @@ def reduce_gradients(
     whole: Sequence[str],
     listed: Sequence[str],
     *,
-    tied: bool,
+    tied: Sequence[int],
+    several: bool,
     shards: bool,
     distributed: bool,
     several_dtypes: bool,
@@ -216,22 +255,26 @@ def reduce_gradients(
 ) -> str:
     """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters.
 
+    `tied`: on how many ranks each tied parameter is held. `several`: a rank's stages are a list.
     `is_empty_somewhere`: some stage has no partial sum on one of the axes.
     """
-    lines = ["def reduce_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:"]
+    model, kind = ("stages", "nn.ModuleList") if several else ("stage", "nn.Module")
+    lines = [f"def reduce_gradients({model}: {kind}, mesh: DeviceMesh) -> None:"]
     steps = [f"all over {axis}" for axis in whole]
     steps += [f"`partial_{axis}` over {axis}" for axis in listed]
     steps += ["all over dp into parts"] if shards else []
     steps += ["tied parameters over their holders"] if tied else []
     lines.append(f'    """Complete gradients that are partial sums: {", then ".join(steps)}."""')
-    lines += [f'    all_reduce_gradients(stage.parameters(), mesh["{axis}"].get_group())' for axis in whole]
+    lines += [f'    all_reduce_gradients({model}.parameters(), mesh["{axis}"].get_group())' for axis in whole]
     for axis in listed:
         named = f'getattr(module, "partial_{axis}", ())'
-        found = f"[module.get_parameter(name) for module in stage.modules() for name in {named}]"
+        found = f"[module.get_parameter(name) for module in {model}.modules() for name in {named}]"
         lines += layout(f"partial = {found}", "    ")
         lines.append(f'    all_reduce_gradients(partial, mesh["{axis}"].get_group())')
-    lines += ["    scatter_gradients(stage, mesh)"] if shards else []
-    if tied:
+    lines += [f"    scatter_gradients({model}, mesh)"] if shards else []
+    if tied and several:
+        lines += _tied_of_several(tied, shards=shards, distributed=distributed)
+    elif tied:
         gradient = f"{_holder(shards)}.get_parameter(name)"
         gradient = f"local_gradient({gradient})" if distributed or shards else f"{gradient}.grad"
         lines += [
@@ -248,12 +291,36 @@ def reduce_gradients(
     return text + "\n\n\n" + bucket.replace("GRADIENT", _gradient(distributed))
 
 
-def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int) -> str:
-    """`copies`: source of the number of ranks that hold the same part of p's gradient; empty where it is one."""
-    gradient, holder = _gradient(distributed), _holder(shards)
-    every = f"{holder}.named_parameters():" if "name" in copies else f"{holder}.parameters():"
+def _tied_of_several(tied: Sequence[int], *, shards: bool, distributed: bool) -> list[str]:
+    parameter = f"{'optimized(here[index])' if shards else 'here[index]'}.get_parameter(name)"
+    gradient = f"local_gradient({parameter})" if distributed or shards else f"{parameter}.grad"
     lines = [
-        "def clip_gradients(stage: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
+        '    here = dict(zip(RANK_STAGES[mesh["pp"].get_local_rank()], stages, strict=True))',
+        "    for name, holders in TIED.items():",
+        f"        gradients = [{gradient} for index in holders if index in here]",
+        "        for g in gradients[1:]:",
+        "            gradients[0].add_(g)",
+    ]
+    if max(tied) > 1:
+        is_here = "gradients" if min(tied) > 1 else "holders in stages.tied_groups"
+        lines += [
+            f"        if {is_here}:",
+            "            dist.all_reduce(gradients[0], group=stages.tied_groups[holders])",
+        ]
+    return [*lines, "        for g in gradients[1:]:", "            g.copy_(gradients[0])"]
+
+
+def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int, several: bool) -> str:
+    """`several`: a rank's stages are a list. `copies`: source of the number of ranks that hold the same part of p's
+    gradient; empty where it is one."""
+    model, kind = ("stages", "nn.ModuleList") if several else ("stage", "nn.Module")
+    gradient, holder = _gradient(distributed), _holder(shards, model)
+    every = f"{holder}.parameters():"
+    if "name" in copies:
+        named = f"{_holder(shards)}.named_parameters()"
+        every = f"(item for stage in stages for item in {named}):" if several else f"{named}:"
+    lines = [
+        f"def clip_gradients({model}: {kind}, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
         '    """Scale gradients so that their norm over the whole model is at most `max_norm`; returns the norm."""',
         "    total = torch.zeros((), device=mesh.device_type)",
         f"    for {'name, p' if 'name' in copies else 'p'} in {every}",

@@ -48,6 +48,10 @@ OPTIMIZED = '''\
 def optimized(stage: nn.Module) -> nn.Module:
     """The module whose parameters the optimizer updates and a checkpoint holds."""
     return stage.shards[0]'''
+OPTIMIZED_OF_SEVERAL = '''\
+def optimized(stage: nn.Module) -> nn.Module:
+    """The module (of a list of stages, the list) whose parameters the optimizer updates and a checkpoint holds."""
+    return nn.ModuleList(map(optimized, stage)) if isinstance(stage, nn.ModuleList) else stage.shards[0]'''
 
 _GROUPS = '''\
 def groups(stage: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
@@ -148,4 +152,4 @@ def exchange(axes: Sequence[str]) -> str:
     return text.replace("GRADIENT", "local_gradient(p)" if axes else "p.grad")
 
 
-__all__ = ["OPTIMIZED", "exchange", "groups", "shards"]
+__all__ = ["OPTIMIZED", "OPTIMIZED_OF_SEVERAL", "exchange", "groups", "shards"]

@@ -18,13 +18,19 @@ PLAN = Path(__file__).parents[1] / "golden" / "gpt_pp4_dropout" / "plan.json"
     [
         ({"zero": 4}, "zero=4"),
         ({"activation_checkpoint": "most"}, "activation_checkpoint=most"),
-        ({"schedule": "interleaved"}, "schedule=interleaved"),
+        ({"schedule": "dual"}, "schedule=dual"),
+        ({"schedule": "interleaved"}, "at least 2 stages per rank"),
+        ({"schedule": "zero-bubble", "microbatches": 4, "activation_checkpoint": "none", "zero": 3}, "resharded"),
+        (
+            {"schedule": "zero-bubble", "microbatches": 4, "activation_checkpoint": "full"},
+            "again for each of its weights",
+        ),
     ],
 )
 def test_policies_without_code_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(AutoparError, match=message) as caught:
         options_of(replace(read_plan(PLAN), **changes))
-    assert "choose one of" in str(caught.value.fix)
+    assert "choose" in str(caught.value.fix)
 
 
 def test_schedule_that_cannot_run_is_refused() -> None:

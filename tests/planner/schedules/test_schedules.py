@@ -1,11 +1,11 @@
 import pytest
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.timeline import simulate
-from autopar.planner.schedules import action_table, get_schedule, schedule_names
+from autopar.planner.schedules import action_table, get_schedule, in_flight, kept_at_once, schedule_names
 
 
 def test_the_folder_is_walked() -> None:
-    assert schedule_names() == ("1f1b", "gpipe", "none")
+    assert schedule_names() == ("1f1b", "gpipe", "interleaved", "none", "sequential", "zero-bubble", "zero-bubble-v")
 
 
 def test_what_ranks_run() -> None:
@@ -22,23 +22,57 @@ def test_what_ranks_run() -> None:
     assert [" ".join(map(str, row)) for row in action_table("none", 1, 2).by_rank] == ["0F0 0B0 0F1 0B1"]
 
 
+SHAPES = [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 4), (4, 1, 9), (3, 1, 2), (2, 2, 4), (3, 2, 6), (4, 3, 8)]
+
+
 @pytest.mark.parametrize("name", schedule_names())
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 4), (2, 2), (4, 4), (4, 9), (3, 2)])
-def test_in_flight_is_what_the_actions_hold(name: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [*SHAPES, (2, 2, 32), (4, 2, 7), (2, 1, 16)])
+def test_what_is_kept_is_what_the_actions_hold(name: str, ranks: int, per_rank: int, microbatches: int) -> None:
     schedule = get_schedule(name)
-    if reason := schedule.refuse(stages, microbatches):
+    if reason := schedule.refuse(ranks, per_rank, microbatches):
         with pytest.raises(AutoparError) as caught:
-            action_table(name, stages, microbatches)
+            action_table(name, ranks, microbatches, per_rank)
         assert reason in caught.value.what
         return
-    for rank, row in enumerate(action_table(name, stages, microbatches).by_rank):
-        alive = peak = 0
+    kept = kept_at_once(name, ranks, microbatches, per_rank)
+    most = in_flight(name, ranks, microbatches, per_rank)
+    for rank, row in enumerate(action_table(name, ranks, microbatches, per_rank).by_rank):
+        stages = schedule.stages_of(rank, ranks, ranks * per_rank)
+        assert {action.stage for action in row} == set(stages)
+        last = "W" if schedule.splits_backward else "B"
+        alive = dict.fromkeys(stages, 0)
+        seen = set()
         for action in row:
-            alive += 1 if action.kind == "F" else -1
-            peak = max(peak, alive)
-        assert alive == 0
-        assert len(row) == 2 * microbatches
-        assert peak == schedule.in_flight(rank, stages, microbatches)
+            alive[action.stage] += {"F": 1, last: -1}.get(action.kind, 0)
+            seen.add(tuple(alive.values()))
+        assert not any(alive.values())
+        assert len(row) == (3 if schedule.splits_backward else 2) * microbatches * per_rank
+        assert set(kept[rank]) <= seen
+        assert all(any(all(a <= b for a, b in zip(one, other, strict=True)) for other in kept[rank]) for one in seen)
+        assert sum(most[stage] for stage in stages) == max(map(sum, seen))
+
+
+class _Stage:
+    """What PyTorch's schedules ask of a stage before they run."""
+
+    def __init__(self, rank: int, ranks: int, num_stages: int) -> None:
+        self.group_rank, self.group_size, self.num_stages = rank, ranks, num_stages
+        self.submod = None
+
+
+@pytest.mark.parametrize("name", [n for n in schedule_names() if get_schedule(n).is_multi_stage])
+@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [*SHAPES, (4, 2, 4), (4, 2, 16), (8, 4, 16)])
+def test_pytorch_runs_the_same_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    schedule = get_schedule(name)
+    if schedule.refuse(ranks, per_rank, microbatches):
+        return
+    stages = [_Stage(0, ranks, ranks * per_rank) for _ in range(per_rank)]
+    theirs = getattr(pipelining, schedule.torch_class)(stages, microbatches)
+    for rank, row in enumerate(action_table(name, ranks, microbatches, per_rank).by_rank):
+        assert [str(action) for action in row] == [str(a) for a in theirs.pipeline_order[rank] if a is not None]
+    ours = {stage: schedule.rank_of(stage, ranks) for stage in range(ranks * per_rank)}
+    assert ours == theirs.stage_index_to_group_rank
 
 
 def test_pytorch_has_the_classes() -> None:
@@ -60,4 +94,24 @@ def test_1f1b_keeps_less_than_gpipe_and_takes_as_long() -> None:
     times = {(s, kind): 1.0 if kind == "F" else 2.0 for s in range(4) for kind in "FB"}
     steps = [simulate(action_table(name, 4, 8), times).step_seconds for name in ("gpipe", "1f1b")]
     assert steps[0] == pytest.approx(steps[1])
-    assert get_schedule("1f1b").in_flight(0, 4, 8) < get_schedule("gpipe").in_flight(0, 4, 8)
+    assert in_flight("1f1b", 4, 8)[0] < in_flight("gpipe", 4, 8)[0]
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    ranks, microbatches = 4, 16
+    for per_rank in (2, 3, 4):
+        times = {(s, kind): (1.0 if kind == "F" else 2.0) / per_rank for s in range(4 * per_rank) for kind in "FB"}
+        timeline = simulate(action_table("interleaved", ranks, microbatches, per_rank), times)
+        assert timeline.step_seconds == pytest.approx(3 * microbatches + 3 * (ranks - 1) / per_rank)
+
+
+def test_zero_bubble_schedules_wait_less() -> None:
+    """Source of the closed forms: arXiv:2401.10241, table 1, with F = I = W."""
+    ranks, microbatches = 4, 12
+    for name, per_rank, bubble in (("zero-bubble", 1, ranks - 1), ("zero-bubble-v", 2, 0)):
+        times = {(s, kind): 1.0 / per_rank for s in range(ranks * per_rank) for kind in "FIW"}
+        timeline = simulate(action_table(name, ranks, microbatches, per_rank), times)
+        fill = min(row[0].start_seconds for row in timeline.events[-1:])
+        assert timeline.step_seconds <= 3 * microbatches + bubble + fill + 1e-9
+        whole = {(s, kind): 1.0 if kind == "F" else 2.0 for s in range(ranks) for kind in "FB"}
+        assert timeline.step_seconds < simulate(action_table("1f1b", ranks, microbatches), whole).step_seconds

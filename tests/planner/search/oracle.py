@@ -69,14 +69,14 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
             _ = evaluators[1].program
         except (KeyError, ValueError):
             continue
-        for ends in combinations(range(2, units), mesh.pp - 1):
-            bounds = (0, *ends, units)
-            stages = tuple(zip(bounds, bounds[1:], strict=False))
-            for schedule in ("none",) if mesh.pp == 1 else ("gpipe", "1f1b"):
-                if schedule == "1f1b" and mesh.microbatches < mesh.pp:
-                    continue
+        for schedule, per_rank in pipelines(mesh):
+            for ends in combinations(range(2, units), mesh.pp * per_rank - 1):
+                bounds = (0, *ends, units)
+                stages = tuple(zip(bounds, bounds[1:], strict=False))
                 for zero, replicas in shardings(mesh, cluster):
                     for checkpoint in ("none", "selective", "full"):
+                        if schedule.startswith("zero-bubble") and (zero == 3 or checkpoint != "none"):
+                            continue  # the backward is split
                         try:
                             cost = evaluators[replicas].evaluate(
                                 stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
@@ -94,6 +94,23 @@ def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:
     in_node = [size for size in divisors(mesh.dp) if size * mesh.stride("dp") <= cluster.gpus_per_node][-1:]
     groups = {1, *(mesh.dp // size for size in in_node if size > 1)}
     return [(0, 1), (1, 1), *((zero, count) for zero in (2, 3) for count in sorted(groups))]
+
+
+def pipelines(mesh: Mesh) -> Iterator[tuple[str, int]]:
+    """Schedules with their numbers of stages per rank."""
+    if mesh.pp == 1:
+        yield "none", 1
+        return
+    if mesh.microbatches == 1:
+        yield "sequential", 1
+        return
+    yield "gpipe", 1
+    if mesh.microbatches >= mesh.pp:
+        yield "1f1b", 1
+        yield "zero-bubble-v", 2
+    if mesh.microbatches % mesh.pp == 0:
+        yield from (("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
+        yield from (("zero-bubble", 1), ("zero-bubble", 2))
 
 
 def every_placement(graph: ModelGraph, mesh: Mesh, batch_labels) -> Iterator[tuple[dict, ...]]:

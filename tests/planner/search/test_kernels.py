@@ -93,13 +93,18 @@ def test_a_value_with_two_readers_adds_its_gradients(block: TemplateProgram, tmp
     assert eager["add"][1].bytes == 3 * plain
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 64), (4, 50), (8, 100), (3, 200)])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_settled_pipeline_repeats_itself(schedule: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 64), (4, 52), (8, 104), (3, 201)])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble-v", 2)],
+)
+def test_a_settled_pipeline_repeats_itself(schedule: str, per_rank: int, ranks: int, microbatches: int) -> None:
     durations = {}
+    stages = ranks * per_rank
     for s in range(stages):
         durations[s, "F"] = 1.0 + 0.1 * (s % 3)
         durations[s, "B"] = 2.0 + 0.15 * (s % 2)
+        durations[s, "I"], durations[s, "W"] = (0.0, 2.0) if s == 0 else (1.2, 0.8 + 0.15 * (s % 2))
     sends = [0.05] * (stages - 1)
-    whole = schedule_seconds(action_table(schedule, stages, microbatches), durations, sends)
-    assert _simulated(schedule, microbatches, durations, sends) == pytest.approx(whole, rel=5e-4)
+    whole = schedule_seconds(action_table(schedule, ranks, microbatches, per_rank), durations, sends)
+    assert _simulated(schedule, ranks, microbatches, durations, sends) == pytest.approx(whole, rel=5e-4)

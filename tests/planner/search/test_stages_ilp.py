@@ -20,6 +20,7 @@ def random_cutting(seed: int) -> Cutting:
         kept_bytes=tuple(float(rng.randint(0, 5)) for _ in range(units)),
         cut_seconds=tuple(rng.random() * 1e-3 for _ in range(units)),
         in_flight=tuple(range(stages, 0, -1)),
+        rank_of=tuple(range(stages)),
         microbatches=rng.choice([1, 4, 8]),
         room_bytes=rng.choice([inf, sum(held) / stages * 2.0]) if rng.random() < 0.9 else 1.0,
     )
@@ -60,7 +61,7 @@ def test_cuts_of_one_price_equal_enumeration(seed):
 def test_a_cut_of_equal_units_fills_the_last_stages():
     cutting = Cutting(
         seconds=(1.0,) * 10, held_bytes=(1.0,) * 10, kept_bytes=(1.0,) * 10, cut_seconds=(0.0,) * 10,
-        in_flight=(4, 3, 2, 1), microbatches=8, room_bytes=100.0,
+        in_flight=(4, 3, 2, 1), rank_of=(0, 1, 2, 3), microbatches=8, room_bytes=100.0,
     )  # fmt: skip
     assert cut_evenly(cutting) == (1, 4, 7)
 
@@ -72,6 +73,7 @@ def test_uneven_stages_balance_a_heavy_head():
         kept_bytes=(0.0,) * 5,
         cut_seconds=(0.0,) * 5,
         in_flight=(2, 1),
+        rank_of=(0, 1),
         microbatches=8,
         room_bytes=10.0,
     )

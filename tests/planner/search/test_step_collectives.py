@@ -15,14 +15,14 @@ from autopar.planner.capture.graph import (
     Unit,
     Value,
 )
-from autopar.planner.search.step_collectives import (
+from autopar.planner.search.held_parameters import (
     HeldParameter,
-    expected_collectives,
     held_parameters,
     held_shape,
     padded_bytes,
     shard_bytes,
 )
+from autopar.planner.search.step_collectives import expected_collectives
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.placement import REPLICATED, split
 from autopar.planner.sharding.program import model_program

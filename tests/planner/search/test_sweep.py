@@ -131,4 +131,4 @@ def test_shards_stay_within_a_node_where_that_pays():
 def test_microbatches_fill_a_pipeline_when_pinned():
     found = search(setting(pins=Pins(mesh={"pp": 4, "dp": 2}, microbatch_size=4)))
     assert found.best.mesh.microbatches == 8
-    assert found.best.schedule in ("1f1b", "gpipe")
+    assert found.best.schedule != "none"

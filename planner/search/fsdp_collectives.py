@@ -1,0 +1,117 @@
+"""How often FSDP2 and ZeRO-1 gather and reduce the parameters of a stage in one step of a schedule.
+
+What was measured with PyTorch 2.13, and is relied on:
+
+- FSDP2 gathers one flat buffer per module; every parameter's dim 0 is padded to a multiple of the axis. Gradients are
+  reduce-scattered once a step, in the same layout, without the frozen parameters.
+- With reshard_after_forward=False (ZeRO-2) and gradients accumulated, a module is gathered once a step.
+- With reshard_after_forward=True (ZeRO-3) each forward and each backward gathers, except where the backward before has
+  kept the parameters: pipeline schedules (and the emitted loop) reshard only after the last backward. A gather happens
+  at each forward that follows no backward, and at the first of consecutive backwards: microbatches + 1 a step without
+  a pipeline, for GPipe and for 1F1B.
+- The root, what lies outside the blocks, is not resharded after a forward where there are blocks: gathered once a step.
+- A recomputation under FSDP gathers nothing more: the hook before the backward has already gathered.
+- Schedules of lists of stages (`Schedule.is_multi_stage`) also gather a stage whole before its first action, as one of
+  the next three that the rank works on, and reshard it when it is none of them. A gradient of weights alone (W) runs no
+  hooks and gathers nothing; the first stage does its whole backward in W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from ..schedules import action_table, get_schedule
+from ..sharding.mesh import Mesh
+from .held_parameters import HeldParameter, padded_bytes
+
+_STAGES_AHEAD = 3  # default of torch.distributed.pipelining.schedules._add_unshard_reshard
+
+
+def fsdp_collectives(
+    held: Iterable[HeldParameter], mesh: Mesh, gathers: tuple[int, int], *, has_blocks: bool
+) -> Iterator[tuple[str, str, int, int]]:
+    """(axis, operation, bytes, count) of one stage: over all of dp, or within groups of it (dp_shard) whose gradients
+    are then added up (dp_replicate). `gathers`: of a block and of the root, as `gathers_a_step` has them."""
+    axis, dp = "dp_shard" if mesh.replicas > 1 else "dp", mesh.shards
+    gathered: Counter[str] = Counter()
+    scattered: Counter[str] = Counter()
+    for parameter in held:
+        gathered[parameter.group] += padded_bytes(parameter, dp)
+        if parameter.trainable:
+            scattered[parameter.group] += padded_bytes(parameter, dp)
+    for group, num_bytes in gathered.items():
+        yield axis, "all_gather", num_bytes, gathers[has_blocks and not group]
+        if scattered[group]:
+            yield axis, "reduce_scatter", scattered[group], 1
+            if mesh.replicas > 1:
+                yield "dp_replicate", "all_reduce", scattered[group] // dp, 1
+
+
+def zero1_collectives(held: Iterable[HeldParameter], dp: int) -> Iterator[tuple[str, int, int]]:
+    """(operation, bytes, count) of a rank: whole parameters gathered from the parts that dp ranks have updated, whole
+    gradients added up into the parts."""
+    gathered: Counter[tuple[str, str]] = Counter()
+    scattered: Counter[tuple[str, str]] = Counter()
+    for parameter in held:
+        size = padded_bytes(parameter, dp, zero=1)
+        gathered[parameter.group, parameter.dtype] += size if parameter.dp_dim(1) is not None else 0
+        scattered[parameter.group, parameter.dtype] += size if parameter.trainable else 0
+    for op, sizes in (("all_gather", gathered), ("reduce_scatter", scattered)):
+        for num_bytes in filter(None, sizes.values()):
+            yield op, num_bytes, 1
+
+
+@cache
+def gathers_a_step(
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int, stage: int, zero: int
+) -> tuple[int, int]:
+    """(of a block, of the root) on a stage."""
+    order = get_schedule(schedule)
+    if not order.is_multi_stage:
+        return (1 if zero == 2 else microbatches + 1), 1
+    rank = order.rank_of(stage, ranks)
+    actions = action_table(schedule, ranks, microbatches, stages_per_rank).by_rank[rank]
+    return _gathers(actions, stage, reshards=zero == 3), _gathers(actions, stage, reshards=False)
+
+
+def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> int:
+    """`reshards`: whether a forward ends with a reshard."""
+    count, is_active, is_whole = 0, False, False
+
+    def gather() -> None:
+        nonlocal count, is_whole
+        count, is_whole = count + (not is_whole), True
+
+    for position, action in enumerate(actions):
+        is_next = stage in _next_stages(actions, position)
+        if is_next and not is_active:
+            gather()
+        elif is_active and not is_next:
+            is_whole = False
+        is_active = is_next
+        if action.stage != stage:
+            continue
+        has_hooks = action.kind not in (INPUT_GRADIENT, WEIGHT_GRADIENT) or (
+            action.kind == (INPUT_GRADIENT if stage else WEIGHT_GRADIENT)
+        )
+        if has_hooks:
+            gather()
+        if action.kind == FORWARD and reshards:
+            is_whole = False
+    return count
+
+
+def _next_stages(actions: Sequence[Action], position: int) -> list[int]:
+    found: list[int] = []
+    for action in actions[position:]:
+        if action.stage not in found:
+            found.append(action.stage)
+            if len(found) == _STAGES_AHEAD:
+                break
+    return found
+
+
+__all__ = ["fsdp_collectives", "gathers_a_step", "zero1_collectives"]
