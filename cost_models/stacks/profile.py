@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "float32_matmul": ("ieee", "tf32"),
     "attention": ("flash", "flash 1", "materialised", "materialised, fused dropout"),
     "norms": ("kernel", "stepwise"),
-    "loss": ("kernel", "stepwise", "fused"),
+    "loss": ("kernel", "stepwise", "fused", "fused, no copy"),
     "loss_logits": ("split", "gathered"),
     "gradient_dtype": ("compute", "float32"),
     "gradient_sync": ("exposed", "hidden", "hidden without tp"),
@@ -50,8 +50,8 @@ class Stack:
     attention: one fused kernel (of the second generation, or the first), or scores written between batched products,
     their softmax and dropout apart or in one kernel.
     norms: one kernel each, or float32 steps (square, mean, scale) one by one.
-    loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), or one
-    pass over the logits ("fused"). loss_logits: whether the vocabulary stays split over tensor-parallel ranks.
+    loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), one pass
+    over float32 logits ("fused"), or over the logits as they are ("fused, no copy"). loss_logits: whether the vocabulary stays split over tensor-parallel ranks.
     gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
