@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fsdp_overlap": ("always", "without tp"),
     "recompute": ("until last saved", "whole forward"),
     "fsdp": ("per parameter", "flat"),
+    "zero_1": ("by block", "buckets"),
     "resharding": ("as planned", "never"),
     "accumulation": ("unsharded", "sharded"),
     "pipeline_messages": ("whole", "scattered"),
@@ -56,6 +57,7 @@ class Stack:
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
     fsdp: "per parameter" (FSDP2) copies into and out of each collective's buffer, "flat" (FSDP1) does not.
+    zero_1: gradients and parameters of ZeRO-1 pass through buffers of a block, or through DeepSpeed's buckets.
     resharding: "never" keeps gathered parameters until the step ends. accumulation: FSDP keeps whole gradients until
     the last microbatch, or reduces in each.
     pipeline_messages: "scattered" sends each tensor-parallel rank's part and gathers behind. interleaved_messages: with
@@ -79,6 +81,7 @@ class Stack:
     fsdp_overlap: str = "always"
     recompute: str = "until last saved"
     fsdp: str = "per parameter"
+    zero_1: str = "by block"
     resharding: str = "as planned"
     accumulation: str = "unsharded"
     pipeline_messages: str = "whole"

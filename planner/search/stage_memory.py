@@ -11,6 +11,9 @@ from .parameter_seconds import bytes_by_group
 from .prices import Prices
 from .unit_costs import UnitCost
 
+# Of the buckets of gradients and of parameters. Source: defaults of deepspeed.ai/docs/config-json.
+_BUCKET_ELEMENTS = 500_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
@@ -46,7 +49,10 @@ class StageMemory:
         memory = self._as_kept(memory)
         if zero == 1 and dp > 1:
             # The parts of a group, padded, and the buffer that they are put into.
-            memory = replace(memory, gather_buffers=2 * max(bytes_by_group(held, dp, zero=1).values(), default=0))
+            size = max(bytes_by_group(held, dp, zero=1).values(), default=0)
+            if self.prices.stack.zero_1 == "buckets":
+                size = min(_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], sum(map(parameter_bytes, held)))
+            memory = replace(memory, gather_buffers=2 * size)
         if zero >= 2 and dp > 1:
             stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
             keeps_gradients = is_accumulated and stack.accumulation == "unsharded"
