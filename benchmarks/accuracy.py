@@ -37,8 +37,8 @@ def results_of(rows: Sequence[Row], progress: Callable[[str], None]) -> list[Res
         progress(f"{index + 1} of {len(rows)}: {row.id}")
         try:
             prediction = predictor.predict(setup_of(row))
-        except CannotExpress as reason:
-            found.append(Result(row=row, reason=str(reason)))
+        except (CannotExpress, AutoparError) as reason:  # a GPU, a node or a split that does not exist
+            found.append(Result(row=row, reason=str(reason).splitlines()[0]))
             continue
         found.append(
             Result(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.cost_models.errors import AutoparError
@@ -50,26 +50,44 @@ class Row:
     measured_seconds: float | None
     peak_memory_gib: float | None
     ran_out_of_memory: bool
+    problem: str = ""  # why the line cannot be read
 
 
-def _number(text: str) -> float | None:
-    return float(text) if text.strip() else None
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of a line; what is none is left out and told in `problems`."""
 
+    line: dict[str, str]
+    problems: list[str] = field(default_factory=list)
 
-def _count(text: str) -> int | None:
-    number = _number(text)
-    return None if number is None else int(number)
+    def number(self, name: str) -> float | None:
+        text = (self.line[name] or "").strip()
+        try:
+            found = float(text) if text else None
+        except ValueError:
+            self.problems.append(f"{name} is {text!r}, no number")
+            return None
+        if found is not None and not 0 <= found < float("inf"):
+            self.problems.append(f"{name} is {text}")
+            return None
+        return found
 
+    def count(self, name: str) -> int | None:
+        found = self.number(name)
+        return None if found is None else int(found)
 
-def _axis(text: str) -> int:
-    return int(float(text)) if text.strip() else 1
+    def axis(self, name: str) -> int:
+        found = self.count(name)
+        if found == 0:
+            self.problems.append(f"{name} is 0")
+        return found or 1
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
     """Every row of the file, in its order.
 
     Raises:
-        AutoparError: there is no such file, a column is missing, or a number is none.
+        AutoparError: there is no such file, or a column is missing.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -78,46 +96,46 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         raise AutoparError(f"cannot read {path}: {error.strerror}", fix="give a CSV file of runs") from error
     except KeyError as error:
         raise AutoparError(f"column {error.args[0]!r} is missing", where=str(path), fix="see data/README.md") from error
-    except ValueError as error:
-        raise AutoparError(str(error), where=str(path), fix="numbers are plain decimals") from error
 
 
 def _row(line: dict[str, str]) -> Row:
-    peak = line["peak_mem_gib"].strip()
-    return Row(
+    numbers = _Numbers(line)
+    ran_out = line["peak_mem_gib"].strip() == OUT_OF_MEMORY
+    row = Row(
         id=line["id"],
         family=line["family"],
         model=line["model"],
         notes=line["notes"],
-        layers=_count(line["layers"]),
-        hidden=_count(line["hidden"]),
-        ffn=_count(line["ffn"]),
-        heads=_count(line["heads"]),
-        kv_heads=_count(line["kv_heads"]),
-        vocab=_count(line["vocab"]),
-        seq_len=_count(line["seq_len"]),
+        layers=numbers.count("layers"),
+        hidden=numbers.count("hidden"),
+        ffn=numbers.count("ffn"),
+        heads=numbers.count("heads"),
+        kv_heads=numbers.count("kv_heads"),
+        vocab=numbers.count("vocab"),
+        seq_len=numbers.count("seq_len"),
         is_gated=line["gated_mlp"].startswith("yes"),
         gpu=line["gpu"],
-        gpus=_axis(line["gpus"]),
-        gpus_per_node=_axis(line["gpus_per_node"]),
+        gpus=numbers.axis("gpus"),
+        gpus_per_node=numbers.axis("gpus_per_node"),
         interconnect=line["interconnect"],
         precision=line["precision"],
-        global_batch=_count(line["global_batch_seqs"]),
-        microbatch=_count(line["micro_batch_seqs"]),
-        tp=_axis(line["tp"]),
-        pp=_axis(line["pp"]),
-        vpp=_count(line["vpp"]),
-        dp=_axis(line["dp"]),
-        cp=_axis(line["cp"]),
-        ep=_axis(line["ep"]),
+        global_batch=numbers.count("global_batch_seqs"),
+        microbatch=numbers.count("micro_batch_seqs"),
+        tp=numbers.axis("tp"),
+        pp=numbers.axis("pp"),
+        vpp=numbers.count("vpp"),
+        dp=numbers.axis("dp"),
+        cp=numbers.axis("cp"),
+        ep=numbers.axis("ep"),
         fsdp=line["fsdp"],
-        hsdp_replicas=_axis(line["hsdp_replicas"]),
+        hsdp_replicas=numbers.axis("hsdp_replicas"),
         sequence_parallel=line["sequence_parallel"].startswith("yes"),
         checkpointing=line["activation_checkpointing"],
         schedule=line["schedule"],
         compiled=line["compile"],
         float8=line["float8"],
-        measured_seconds=_number(line["measured_step_s"]),
-        peak_memory_gib=None if peak in ("", OUT_OF_MEMORY) else float(peak),
-        ran_out_of_memory=peak == OUT_OF_MEMORY,
+        measured_seconds=numbers.number("measured_step_s"),
+        peak_memory_gib=None if ran_out else numbers.number("peak_mem_gib"),
+        ran_out_of_memory=ran_out,
     )
+    return replace(row, problem="; ".join(numbers.problems))

@@ -129,6 +129,8 @@ def setup_of(row: Row) -> Setup:
 
 
 def _refuse(row: Row) -> None:
+    if row.problem:
+        raise CannotExpress(row.problem)
     if row.family not in SOFTWARE:
         raise CannotExpress(f"no software stack is known for family {row.family!r}")
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "global_batch"):

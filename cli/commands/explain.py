@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ...planner import explain as words
+from ...planner.gradient_sync import gradient_sync_table
 from ...planner.plan_json import read_plan
 from ..console import print_json, print_result, print_table, progress
 
@@ -19,6 +20,9 @@ def explain(
     ] = None,
     has_what_if: Annotated[
         bool, typer.Option("--what-if", help="Plan again with more memory, a faster network and a larger batch.")
+    ] = False,
+    has_gradient_sync: Annotated[
+        bool, typer.Option("--gradient-sync", help="Compare ways to add up gradients over dp on the plan's cluster.")
     ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
@@ -36,12 +40,15 @@ def explain(
 
         with progress(is_quiet=is_quiet) as report:
             sentences += tuple(found.sentence(plan) for found in what_if(plan, report))
+    sync = gradient_sync_table(plan) if has_gradient_sync else None
     if is_json:
         data = {
             "decision": words.decision_line(plan),
             "solver": words.solver_line(plan),
             "explanations": list(sentences),
         }
+        if sync is not None:
+            data["gradient_sync"] = dict(sync.rows)
         print_json(data)
         return
     print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}\n\n")
@@ -51,7 +58,8 @@ def explain(
         words.memory_table(plan),
         words.communication_table(plan),
         words.runner_up_table(plan),
+        sync,
     ):
-        if table.rows:
+        if table is not None and table.rows:
             print_table(table)
     print_result("\n".join([*sentences, words.solver_line(plan)]))

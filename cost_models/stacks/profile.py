@@ -52,7 +52,8 @@ class Stack:
     their softmax and dropout apart or in one kernel.
     norms: one kernel each, or float32 steps (square, mean, scale) one by one.
     loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), one pass
-    over float32 logits ("fused"), or over the logits as they are ("fused, no copy"). loss_logits: whether the vocabulary stays split over tensor-parallel ranks.
+    over float32 logits ("fused"), or over the logits as they are ("fused, no copy"). loss_logits: whether the
+    vocabulary stays split over tensor-parallel ranks.
     gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.

@@ -1,5 +1,6 @@
 """The benchmark of published runs: reading rows, expressing them, and scoring; predictions of a few in full."""
 
+import csv
 import json
 import sys
 import tomllib
@@ -75,6 +76,18 @@ def test_what_cannot_be_expressed_says_why() -> None:
 def result(measured: float, predicted: float, tp: int) -> scores.Result:
     made = replace(row("vtrain-multi-001"), measured_seconds=measured, tp=tp, id=str(tp))
     return scores.Result(row=made, predicted_seconds=predicted, fits=True)
+
+
+@pytest.mark.parametrize(("column", "text"), [("vocab", "many"), ("tp", "-1"), ("tp", "0"), ("peak_mem_gib", "nan")])
+def test_a_line_that_cannot_be_read_is_a_row_with_its_reason(column: str, text: str, tmp_path: Path) -> None:
+    header, first, *_ = RUNS.read_text().splitlines()
+    cells = next(csv.reader([first]))
+    cells[next(csv.reader([header])).index(column)] = text
+    with (tmp_path / "runs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([next(csv.reader([header])), cells])
+    (read,) = rows.read_rows(tmp_path / "runs.csv")
+    with pytest.raises(setups.CannotExpress, match=column):
+        setups.setup_of(read)
 
 
 def test_regret_and_tau() -> None:

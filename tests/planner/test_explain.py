@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 from autopar.planner.errors import AutoparError
 from autopar.planner.explain import comparison, explanations, setting_line
+from autopar.planner.gradient_sync import gradient_sync_table
 from autopar.planner.plan import Plan
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
 
@@ -49,3 +50,10 @@ def test_facts_that_the_user_gave_stay_with_the_plan(example_plan: Plan) -> None
     given = replace(plan, cluster_overrides={"hbm_gib": 40.0})
     assert plan_from_json(plan_to_json(given), where="a test") == rounded(given)
     assert "hbm_gib=40" in setting_line(given)
+
+
+def test_compares_ways_to_add_up_gradients(example_plan: Plan) -> None:
+    table = gradient_sync_table(replace(example_plan, mesh={"pp": 2, "dp": 4, "tp": 1}))
+    assert [way.split(" ")[0] for way, _ in table.rows] == ["all_reduce", "reduce_scatter,", "parameter"]
+    assert "3.81 MiB" in table.title  # a million parameters in float32
+    assert gradient_sync_table(replace(example_plan, mesh={"pp": 2, "dp": 1, "tp": 4})).rows == ()
