@@ -48,7 +48,7 @@ def explain(
             "explanations": list(sentences),
         }
         if sync is not None:
-            data["gradient_sync"] = dict(sync.rows)
+            data["gradient_sync"] = [": ".join(row) for row in sync.rows]
         print_json(data)
         return
     print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}\n\n")
