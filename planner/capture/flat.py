@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .graph import Arg, Kind, ModelInput, Ref, TensorType, refs_of
 
@@ -39,10 +39,11 @@ class FlatNode:
     source: str = ""
     fqn: str = ""
     constant: object = None
+    operands: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def operands(self) -> tuple[Ref, ...]:
-        return tuple(refs_of((*self.args, *(value for _, value in self.kwargs))))
+    def __post_init__(self) -> None:
+        operands = tuple(refs_of((*self.args, *(value for _, value in self.kwargs))))
+        object.__setattr__(self, "operands", operands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class _Draft:
         return (
             self.is_module,
             call.class_path if self.is_module and call is not None else "",
-            tuple(replace(node, source="") for node in self.nodes),
+            tuple((n.name, n.kind, n.outputs, n.op, n.args, n.kwargs, n.module, n.constant) for n in self.nodes),
             tuple(self.local[ref] for ref in self.outputs),
             tuple(self.updates),
         )
@@ -315,14 +315,18 @@ def _assembled(
 
 def _without_shared_insides(templates: Sequence[Template], units: Sequence[Unit]) -> tuple[Template, ...]:
     """No module of its own where others read a tensor inside it: they would need it when its module does not run."""
-    inside = {(unit.fqn, unit.template) for unit in units if templates[unit.template].is_module}
-    opened = {
-        template
-        for fqn, template in inside
-        for unit in units
-        for _, tensor in unit.tensors
-        if unit.fqn != fqn and tensor.startswith(f"{fqn}.")
-    }
+    inside: dict[str, set[int]] = {}
+    for unit in units:
+        if templates[unit.template].is_module:
+            inside.setdefault(unit.fqn, set()).add(unit.template)
+    opened: set[int] = set()
+    for unit in units:
+        for _, tensor in unit.tensors:
+            above = tensor
+            while "." in above:
+                above = above.rpartition(".")[0]
+                if above != unit.fqn:
+                    opened |= inside.get(above, set())
     return tuple(replace(t, is_module=False) if index in opened else t for index, t in enumerate(templates))
 
 
