@@ -1,10 +1,12 @@
 """The sample models on every small mesh: plan with the mesh pinned, emit, verify; one row each.
 
     python benchmarks/verify_table.py --only gpt,llama --jobs 2
+    python benchmarks/verify_table.py --policies --jobs 2
 
 Prints model, mesh, what came of it (verified, refused with the reason, FAILED with the difference), the worst relative
 error and the seconds taken. Exit code 5 if a row failed. Rows run in processes forked from one that has imported
-everything; --jobs of them at a time.
+everything; --jobs of them at a time. --policies takes 8 ranks and, instead of meshes, combinations of ZeRO stage,
+schedule and activation checkpointing: so many that every two of these options meet in some row.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, product
 from math import prod
 from pathlib import Path
 
@@ -91,6 +94,50 @@ def _named(mesh: dict[str, int]) -> str:
     return ",".join(f"{axis}={mesh[axis]}" for axis in ("dp", "ep", "cp", "tp", "pp") if axis in mesh)
 
 
+Pins = dict[str, object]
+ZERO: tuple[Pins, ...] = (
+    {"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "zero_shard_size": 2},
+    {"zero": 3, "zero_shard_size": 2},
+)  # fmt: skip
+POLICY_MODELS = ("gpt", "llama")
+SAMPLES_A_MICROBATCH = 1  # so that every schedule has microbatches enough
+
+
+def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Choices of one option of each kind (`sizes`: how many each has), so that every two options meet in some choice.
+
+    Greedy: always the choice, the first of equals, in which most pairs meet that have not met yet.
+    """
+    every = list(product(*map(range, sizes)))
+
+    def pairs(choice: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(combinations(enumerate(choice), 2))
+
+    missing = set().union(*map(pairs, every))
+    found: list[tuple[int, ...]] = []
+    while missing:
+        best = max(every, key=lambda choice: len(pairs(choice) & missing))
+        found.append(best)
+        missing -= pairs(best)
+    return found
+
+
+def policies() -> Iterator[tuple[dict[str, int], Pins]]:
+    """Meshes of 8 ranks with the policies that are pinned on them."""
+    from autopar.planner.schedules import schedule_names
+    from autopar.planner.search.candidates import CHECKPOINTS
+
+    schedules = schedule_names()
+    for zero, schedule, checkpoint in covering((len(ZERO), len(schedules), len(CHECKPOINTS))):
+        pins: Pins = {
+            **ZERO[zero], "schedule": schedules[schedule], "activation_checkpoint": CHECKPOINTS[checkpoint],
+            "microbatch_size": SAMPLES_A_MICROBATCH,
+        }  # fmt: skip
+        pp = 1 if schedules[schedule] == "none" else 2
+        dp = 4 if pp == 1 or "zero_shard_size" in pins else 2
+        yield {"pp": pp, "dp": dp, "tp": 8 // pp // dp}, pins
+
+
 def run_case(case: Case, mesh: dict[str, int], pins: dict[str, object], timeout_seconds: float) -> Row:
     """Plan, emit and verify one mesh."""
     from autopar.compiler.package import emit_package
@@ -122,7 +169,8 @@ def run_case(case: Case, mesh: dict[str, int], pins: dict[str, object], timeout_
     except AutoparError as error:
         return row("refused", detail=str(error).splitlines()[0])
     plan = planned.plan
-    how = f"m={plan.microbatches} {plan.schedule} zero={plan.zero} ac={plan.activation_checkpoint}"
+    within = f"/{plan.zero_shard_size}" if plan.zero_shard_size else ""
+    how = f"m={plan.microbatches} {plan.schedule} zero={plan.zero}{within} ac={plan.activation_checkpoint}"
     try:
         with tempfile.TemporaryDirectory(prefix="autopar-table-") as folder:
             package = Path(folder, "package")
@@ -153,7 +201,7 @@ def _run_guarded(task: tuple[Case, dict[str, int], dict[str, object], float]) ->
 def table_line(row: Row) -> str:
     error = "-" if row.worst_relative_error is None else f"{row.worst_relative_error:.1e}"
     line = (
-        f"{row.model:<22}{row.mesh:<21}{row.plan:<30}{row.status:<10}{error:>9}{row.collectives:>7}{row.seconds:>8.1f}"
+        f"{row.model:<22}{row.mesh:<21}{row.plan:<36}{row.status:<10}{error:>9}{row.collectives:>7}{row.seconds:>8.1f}"
     )
     return f"{line}  {row.detail}".rstrip()
 
@@ -162,6 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models, separated by commas; all without it")
     parser.add_argument("--mesh", default="", help='one mesh only: "dp=2,tp=2,pp=2"')
+    parser.add_argument("--policies", action="store_true", help="pairs of policies on 8 ranks instead of meshes")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row, for a quick look")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
     parser.add_argument(
@@ -170,7 +219,8 @@ def main() -> int:
     parser.add_argument("--timeout-seconds", type=float, default=300.0, help="for each row")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else [case.model for case in CASES]
+    every = POLICY_MODELS if arguments.policies else [case.model for case in CASES]
+    names = arguments.only.split(",") if arguments.only else every
     unknown = set(names) - {case.model for case in CASES}
     if unknown:
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(c.model for c in CASES)}")
@@ -182,11 +232,12 @@ def main() -> int:
     for case in CASES:
         if case.model not in names:
             continue
-        for mesh in meshes(case):
+        wanted = policies() if arguments.policies else ((mesh, {}) for mesh in meshes(case))
+        for mesh, more in wanted:
             if not arguments.mesh or _read(arguments.mesh) == mesh:
-                tasks.append((case, mesh, pins, arguments.timeout_seconds))
+                tasks.append((case, mesh, {**more, **pins}, arguments.timeout_seconds))
     tasks = tasks[:: arguments.every]
-    header = f"{'model':<22}{'mesh':<21}{'plan':<30}{'result':<10}{'error':>9}{'coll.':>7}{'seconds':>8}"
+    header = f"{'model':<22}{'mesh':<21}{'plan':<36}{'result':<10}{'error':>9}{'coll.':>7}{'seconds':>8}"
     if not arguments.json:
         print(header, flush=True)
     rows: list[Row] = []
