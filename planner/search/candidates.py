@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from math import gcd, isqrt
 
 from ...cost_models.compute import device_seconds, host_seconds
@@ -18,10 +19,11 @@ from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
 from ..schedules import get_schedule, in_flight, schedule_names
-from ..sharding.mesh import AXES, Mesh
+from ..sharding.mesh import AXES, Axis, Mesh
 from .batch import BatchSplit, splits_evenly
 from .prices import local_work
-from .problem import Space
+from .problem import Rules, Space, operation_options, reads_matrix
+from .step_uses import splits
 
 Pipeline = tuple[str, int]  # schedule, stages per rank
 
@@ -197,13 +199,20 @@ def num_cuttable(graph: ModelGraph) -> int:
 def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh, ...]:
     """Every mesh of `gpus` ranks with every number of microbatches that the pins and the batch allow, pp first.
 
+    Unless it is pinned, ep is there only where parameters are made of experts, and cp only where dp cannot take over
+    any of it: as many ranks of dp share the same work without gathering keys and values.
+
     Raises:
         AutoparError: none; the reasons are listed.
     """
     graph = space.graph
     reasons: dict[str, None] = {}
     found: list[Mesh] = []
-    for sizes in _axis_sizes(gpus, pins.mesh):
+    may_split_context = cache(partial(splits_context, space, batch))
+    for sizes in _axis_sizes(gpus, pins.mesh, space.experts.counts):
+        if "cp" not in pins.mesh and sizes["cp"] > 1:
+            if _dp_takes_over(graph, sizes) or not may_split_context(sizes["cp"]):
+                continue
         reason = _refusal(space, sizes, pins)
         if reason:
             reasons[reason] = None
@@ -225,10 +234,28 @@ def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh
     return tuple(found)
 
 
-def _axis_sizes(gpus: int, pinned: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def splits_context(space: Space, batch: BatchSplit, size: int) -> bool:
+    """Whether an operation that reads a matrix of parameters can split anything over cp."""
+    axis, rules = Axis("cp", size), Rules(batch=batch.placements)
+    for t, template in enumerate(space.graph.templates):
+        for node in template.of_kind(Kind.OP) if t != space.prelude else ():
+            if reads_matrix(template, node):
+                options = operation_options(space, t, node, axis, rules)
+                if any(splits(option.label) and option.extent % size == 0 for option in options):
+                    return True
+    return False
+
+
+def _dp_takes_over(graph: ModelGraph, sizes: Mapping[str, int]) -> bool:
+    """Whether dp could be larger by some factor of cp."""
+    return any(graph.batch_size % (sizes["dp"] * factor) == 0 for factor in _divisors(sizes["cp"]) if factor > 1)
+
+
+def _axis_sizes(gpus: int, pinned: Mapping[str, int], experts: frozenset[int]) -> Iterator[dict[str, int]]:
     """Sizes of all axes whose product is `gpus`, pp first."""
     of_axis = {name: [pinned[name]] if name in pinned else None for name in AXES}
-    of_axis |= {name: [1] for name in ("ep", "cp") if name not in pinned}
+    if "ep" not in pinned:
+        of_axis["ep"] = sorted({1, *(size for count in experts for size in _divisors(count))})
 
     def following(names: Sequence[str], left: int) -> Iterator[dict[str, int]]:
         name, *others = names

@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol
 
-from ..capture.graph import Kind, ModelGraph, Node, Ref, TensorType
+from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType
 from ..sharding.mesh import MICROBATCH, Axis
 from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
 from ..sharding.program import Placements
@@ -212,6 +212,14 @@ def operation_options(space: Space, template: int, node: Node, axis: Axis, rules
     return options
 
 
+def reads_matrix(template: Template, node: Node) -> bool:
+    """Whether an operation reads a parameter of two or more dims itself."""
+    return any(
+        template.by_name[ref.node].kind is Kind.PARAMETER and len(template.type_of(ref).shape) >= _MATRIX_DIMS
+        for ref in node.operands
+    )
+
+
 def _splits_batch(label: str, batch: str, batch_size: int) -> bool:
     """Whether a label parts samples from each other as `batch` does; runs as short as one sample keep each whole."""
     if label.startswith("partial") or plain_label(label) != plain_label(batch):
@@ -223,14 +231,9 @@ def _split_with_matrices(
     space: Space, template: int, node: Node, axis: Axis, options: Sequence[Option]
 ) -> list[Option]:
     """The options that split something if the operation reads a matrix (or more) of parameters and one divides."""
-    nodes = space.graph.templates[template].by_name
-    operands = [space.graph.templates[template].type_of(ref) for ref in node.operands]
-    if not any(
-        nodes[ref.node].kind is Kind.PARAMETER and len(value.shape) >= _MATRIX_DIMS
-        for ref, value in zip(node.operands, operands, strict=True)
-    ):
+    if not reads_matrix(space.graph.templates[template], node):
         return list(options)
-    values = (*operands, *node.outputs)
+    values = (*(space.graph.templates[template].type_of(ref) for ref in node.operands), *node.outputs)
     divisible = [
         option
         for option in options
