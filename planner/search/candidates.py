@@ -210,9 +210,9 @@ def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh
     found: list[Mesh] = []
     may_split_context = cache(partial(splits_context, space, batch))
     for sizes in _axis_sizes(gpus, pins.mesh, space.experts.counts):
-        if "cp" not in pins.mesh and sizes["cp"] > 1:
-            if _dp_takes_over(graph, sizes) or not may_split_context(sizes["cp"]):
-                continue
+        is_offered = "cp" not in pins.mesh and sizes["cp"] > 1
+        if is_offered and (_dp_takes_over(graph, sizes) or not may_split_context(sizes["cp"])):
+            continue
         reason = _refusal(space, sizes, pins)
         if reason:
             reasons[reason] = None

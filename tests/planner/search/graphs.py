@@ -26,26 +26,29 @@ def leaf(name: str, kind: Kind, output: TensorType) -> Node:
     return Node(name=name, kind=kind, outputs=(output,))
 
 
-def residual_mlp(*, batch: int = 8, width: int = 16, hidden: int = 32, depth: int = 4) -> ModelGraph:
-    """x = x + down(gelu(up(x))), `depth` times, then the sum of squares over the batch."""
-    features = leaf("features", Kind.INPUT, value(batch, width, grad=False))
+def residual_mlp(
+    *, batch: int = 8, length: int | None = None, width: int = 16, hidden: int = 32, depth: int = 4
+) -> ModelGraph:
+    """x = x + down(gelu(up(x))), `depth` times, then the sum of squares over the batch; sequences with `length`."""
+    samples = (batch,) if length is None else (batch, length)
+    features = leaf("features", Kind.INPUT, value(*samples, width, grad=False))
     prelude = Template(name="Prelude", pattern="", nodes=(features,), outputs=(Ref("features"),))
 
     def block(name: str, pattern: str, grad: bool) -> Template:
         nodes = (
-            leaf("x", Kind.INPUT, value(batch, width, grad=grad)),
+            leaf("x", Kind.INPUT, value(*samples, width, grad=grad)),
             leaf("up.weight", Kind.PARAMETER, value(hidden, width)),
             leaf("down.weight", Kind.PARAMETER, value(width, hidden)),
-            op("up.linear", "aten.linear.default", (Ref("x"), Ref("up.weight")), value(batch, hidden)),
-            op("gelu", "aten.gelu.default", (Ref("up.linear"),), value(batch, hidden)),
-            op("down.linear", "aten.linear.default", (Ref("gelu"), Ref("down.weight")), value(batch, width)),
-            op("add", "aten.add.Tensor", (Ref("x"), Ref("down.linear")), value(batch, width)),
+            op("up.linear", "aten.linear.default", (Ref("x"), Ref("up.weight")), value(*samples, hidden)),
+            op("gelu", "aten.gelu.default", (Ref("up.linear"),), value(*samples, hidden)),
+            op("down.linear", "aten.linear.default", (Ref("gelu"), Ref("down.weight")), value(*samples, width)),
+            op("add", "aten.add.Tensor", (Ref("x"), Ref("down.linear")), value(*samples, width)),
         )
         return Template(name=name, pattern=pattern, nodes=nodes, outputs=(Ref("add"),), is_module=True)
 
     head_nodes = (
-        leaf("x", Kind.INPUT, value(batch, width)),
-        op("mul", "aten.mul.Tensor", (Ref("x"), Ref("x")), value(batch, width)),
+        leaf("x", Kind.INPUT, value(*samples, width)),
+        op("mul", "aten.mul.Tensor", (Ref("x"), Ref("x")), value(*samples, width)),
         op("sum", "aten.sum.default", (Ref("mul"),), value()),
     )
     head = Template(name="Head", pattern="", nodes=head_nodes, outputs=(Ref("sum"),))

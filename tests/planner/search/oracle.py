@@ -32,18 +32,20 @@ class Price:
 def every_plan(graph: ModelGraph, gpus: int, cluster, stack, pins: Pins) -> Iterator[Price]:
     """The price of every plan there is; whether it fits is for the caller to say."""
     batch = find_batch_split(Space(graph))
-    for pp, dp, tp in product(divisors(gpus), repeat=3):
-        sizes = {"pp": pp, "dp": dp, "tp": tp}
-        if pp * dp * tp != gpus or pp > len(graph.units) - 1 or graph.batch_size % dp:
+    for pp, dp, cp, tp in product(divisors(gpus), repeat=4):
+        sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        if pp * dp * cp * tp != gpus or pp > len(graph.units) - 1 or graph.batch_size % dp:
             continue
         if any(sizes[name] != size for name, size in pins.mesh.items()):
+            continue
+        if "cp" not in pins.mesh and any(graph.batch_size % (dp * k) == 0 for k in divisors(cp)[1:]):
             continue
         for microbatches in divisors(graph.batch_size // dp):
             if microbatches > 1 and not batch.allows_microbatches:
                 continue
             if pins.microbatch_size not in (None, graph.batch_size // dp // microbatches):
                 continue
-            mesh = Mesh(pp=pp, dp=dp, tp=tp, microbatches=microbatches)
+            mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, microbatches=microbatches)
             yield from plans_on(graph, mesh, cluster, stack, batch.placements)
 
 
@@ -167,7 +169,7 @@ def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[
             on_dp = (*UNSPLIT, label_of_batch)
             if t and axis.name == "dp" and label_of_batch is not None and not is_partial and option.label not in on_dp:
                 continue
-            if axis.name == "tp" and label_of_batch not in (None, *UNSPLIT) and option.label == label_of_batch:
+            if axis.name in ("cp", "tp") and label_of_batch not in (None, *UNSPLIT) and option.label == label_of_batch:
                 continue
             if option.extent % axis.size:
                 continue
@@ -176,7 +178,24 @@ def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[
             values = zip((*types, *node.outputs), (*wants, *makes), strict=True)
             if all(can_split(v, {axis.name: p}, (axis,)) for v, p in values):
                 found.append((option.label, makes, wants))
-        return found
+        return shared_context(t, node, found) if t and axis.name == "cp" else found
+
+    def shared_context(t, node, found):
+        """On cp parameters are whole unless all is split, and what reads a matrix splits something if it can."""
+        nodes = graph.templates[t].by_name
+        held = [i for i, ref in enumerate(node.operands) if nodes[ref.node].kind is Kind.PARAMETER]
+
+        def is_split(pair):
+            return str(pair).startswith("S")
+
+        legal = [
+            (label, makes, wants)
+            for label, makes, wants in found
+            if not any(is_split(wants[i]) for i in held) or all(map(is_split, (*makes, *wants)))
+        ]
+        shared = [c for c in legal if c[0] not in UNSPLIT and not c[0].startswith("partial")]
+        reads_matrix = any(len(nodes[node.operands[i].node].output.shape) >= 2 for i in held)
+        return shared if reads_matrix and shared else legal
 
     def visit(index: int):
         if index == len(nodes):
@@ -219,7 +238,7 @@ def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[
 def may_become(made, wanted, node, axis) -> bool:
     if not has_conversion(made, wanted):
         return False
-    if node.kind is Kind.PARAMETER and axis.name == "tp" and made != wanted:
+    if node.kind is Kind.PARAMETER and made != wanted:
         step = conversion(made, wanted)
         return step.forward not in COLLECTIVES and step.backward not in COLLECTIVES
     return True
@@ -232,7 +251,7 @@ def leaf_pairs(graph: ModelGraph, t: int, node, axis: Axis):
     splits = [split(dim) for dim in range(len(value.shape)) if value.shape[dim] % axis.size == 0]
     if node.kind is Kind.INPUT:
         return [*splits, REPLICATED, *([SUMMED_GRADIENT, PARTIAL] if value.requires_grad else [PARTIAL])]
-    if axis.name == "dp":
+    if axis.name in ("dp", "cp"):
         return [SUMMED_GRADIENT]
     if len(value.shape) == 2 and splits:
         return splits

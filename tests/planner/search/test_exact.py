@@ -58,6 +58,21 @@ def problem(seed: int):
     return graph, gpus, Pins(mesh=mesh, microbatch_size=size)
 
 
+def context_problem(seed: int):
+    """The same with a sequence, which cp splits alone or beside another axis."""
+    mesh = ({"cp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "tp": 2})[seed % 4]
+    axes = [axis for axis in mesh if axis != "pp"]
+    most = MOST_LABELLINGS if len(axes) == 1 else 40
+    for attempt in range(1000):
+        graph = random_graph(seed + 10_000 * attempt, most_nodes=4)
+        batch = find_batch_split(Space(graph)).placements
+        counts = [sum(1 for _ in islice(on_axis(graph, Axis(axis, 2), batch), most + 1)) for axis in axes]
+        has_stages = "pp" not in mesh or len(graph.units) > 2
+        if has_stages and min(counts) > 0 and max(counts) <= most and len(graph.inputs[0].type.shape) == 3:
+            return graph, 2 ** len(mesh), Pins(mesh=mesh, microbatch_size=random.Random(seed).choice((1, 2)))
+    raise AssertionError(seed)
+
+
 def limited(plans: list[Price], rng: random.Random) -> int | None:
     """A memory limit that excludes the fastest plan, None where every plan is as lean."""
     fastest = min(plans, key=lambda plan: plan.seconds)
@@ -65,8 +80,8 @@ def limited(plans: list[Price], rng: random.Random) -> int | None:
     return rng.choice(leaner) if leaner else None
 
 
-def run(seed: int) -> Outcome:
-    graph, gpus, pins = problem(seed)
+def run(seed: int, of=problem) -> Outcome:
+    graph, gpus, pins = of(seed)
     cluster = replace(CLUSTER, gpu=replace(CLUSTER.gpu, overhead_bytes=0))
     if gpus == 4 and "dp" in pins.mesh:
         cluster = replace(cluster, gpus_per_node=2)  # ZeRO may split within a node
@@ -99,6 +114,17 @@ def check(seeds: range) -> None:
 
 def test_equals_exhaustive_search_on_a_sample():
     check(range(30))
+
+
+def test_equals_exhaustive_search_on_cp():
+    outcomes = [run(seed, context_problem) for seed in range(4)]
+    assert any(outcome.binds for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_equals_exhaustive_search_on_cp_in_more_cases():
+    for seed in range(4, 60):
+        run(seed, context_problem)
 
 
 @pytest.mark.slow
