@@ -18,8 +18,9 @@ from .toml_file import Table, nearest
 LAUNCHES_PER_PIPELINE_ACTION = 60
 LAUNCHES_PER_PIPELINE_STEP = 150
 
-# Rates a file may give. "tf32" is what float32 products use where the stack allows it.
 UPDATES = ("adamw", "sgd", "clip")
+_LARGEST_GIB = 1e6  # of one device
+# Rates a file may give. "tf32" is what float32 products use where the stack allows it.
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 
 
@@ -146,8 +147,8 @@ def parse_gpu(name: str, table: Table) -> Gpu:
     for required in ("float64", "float32"):
         if not peaks.has(required):
             raise peaks.fail(required, "is missing")
-    hbm_bytes = int(table.number("hbm_gib") * GIB)
-    overhead_bytes = int(table.number("overhead_gib", is_low_ok=True) * GIB)
+    hbm_bytes = int(table.number("hbm_gib", high=_LARGEST_GIB) * GIB)
+    overhead_bytes = int(table.number("overhead_gib", is_low_ok=True, high=_LARGEST_GIB) * GIB)
     if overhead_bytes >= hbm_bytes:
         raise table.fail("overhead_gib", "leaves no memory")
     if gemm.has("m_overhead") != gemm.has("n_overhead"):

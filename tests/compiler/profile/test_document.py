@@ -75,6 +75,7 @@ EDITS = [
     (r"\[intra_node\]", "[intra]", "did you mean intra_node"),
     (r", source = \"[^\"]*\"", "", "must be { value"),
     (r"source = \"[^\"]*\"", 'source = ""', "empty source"),
+    (r"hbm_gib = \{ value = [\d.]+", "hbm_gib = { value = 1e308", "at most 1e+06"),
     (r"overhead_gib = \{ value = [\d.]+", "overhead_gib = { value = 100", "leaves no memory"),
 ]
 
