@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, GIB
-from .cluster import GIGABIT, Cluster, Link, Network, parse_link, parse_network
+from .cluster import GIGABIT, Cluster, Link, Network, NodeGroup, parse_link, parse_network
 from .gpu import Gpu, parse_gpu
 from .toml_file import Table, nearest, open_table
 
@@ -98,6 +98,7 @@ def load_cluster(
     return replace(
         cluster,
         gpu=_gpu_with(cluster.gpu, hbm_gib, sustained_fraction),
+        groups=tuple(replace(group, gpu=_gpu_with(group.gpu, hbm_gib, sustained_fraction)) for group in cluster.groups),
         gpus_per_node=gpus_per_node or cluster.gpus_per_node,
         intra_node=_link_with(cluster.intra_node, intra_node_gb_per_second),
         inter_node=_network_with(cluster, nics_per_node, nic_gbit_per_second),
@@ -168,9 +169,10 @@ def _network_with(cluster: Cluster, nics: int | None, gbit_per_second: float | N
 @cache
 def _parse_cluster(path: Path) -> Cluster:
     table = open_table(path)
-    table.check_keys(("description", "gpu", "gpus_per_node", "intra_node", "inter_node"))
+    table.check_keys(("description", "gpu", "groups", "gpus_per_node", "intra_node", "inter_node"))
     gpus_per_node = table.count("gpus_per_node")
-    gpu = _gpu_of(table, path)
+    groups = _groups_of(table, path) if table.has("groups") else ()
+    gpu = max((group.gpu for group in groups), key=_peak) if groups else _gpu_of(table, path)
     link = parse_link(table.table("intra_node"), gpus_per_node)
     network = parse_network(table.table("inter_node")) if table.has("inter_node") else None
     return Cluster(
@@ -181,7 +183,28 @@ def _parse_cluster(path: Path) -> Cluster:
         intra_node=link,
         inter_node=network,
         sources=tuple(sorted(table.sources.items())),
+        groups=groups,
     )
+
+
+def _groups_of(table: Table, path: Path) -> tuple[NodeGroup, ...]:
+    """[[groups]] of nodes, each with its `gpu` and number of `nodes`, in the order of their ranks."""
+    if table.has("gpu"):
+        raise table.fail("gpu", "stands beside groups, which have a gpu each", "take one of the two out")
+    if not table.has("inter_node"):
+        raise table.fail("groups", "are nodes, and nothing links them", "add an [inter_node] table")
+    found: list[NodeGroup] = []
+    for group in table.tables("groups"):
+        group.check_keys(("gpu", "nodes"))
+        nodes = group.data.get("nodes")
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise group.fail("nodes", f"is {nodes!r}", "give the number of nodes, at least 1")
+        found.append(NodeGroup(gpu=_gpu_of(group, path), nodes=nodes))
+    return tuple(found)
+
+
+def _peak(gpu: Gpu) -> float:
+    return max(gpu.peak_flops_per_second.values())
 
 
 def _gpu_of(table: Table, path: Path) -> Gpu:

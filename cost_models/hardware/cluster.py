@@ -83,9 +83,20 @@ class Network:
         return self.nics_per_node * self.nic_bytes_per_second / self.oversubscription
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes with the same device."""
+
+    gpu: Gpu
+    nodes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster:
     """Nodes of `gpus_per_node` equal devices; any number of them. `inter_node` None: one node only.
+
+    Where nodes differ, `groups` has them in the order of their ranks, and `gpu` is the device with the highest peak;
+    links are shared, so they are those of the slowest.
 
     Compared and hashed by identity: `load_cluster` returns the same object for the same arguments.
     """
@@ -97,15 +108,28 @@ class Cluster:
     intra_node: Link
     inter_node: Network | None
     sources: tuple[tuple[str, str], ...]
+    groups: tuple[NodeGroup, ...] = ()
+
+    def gpu_of_rank(self, rank: int) -> Gpu:
+        """The device of a rank; ranks fill the nodes in order."""
+        node = rank // self.gpus_per_node
+        for group in self.groups:
+            if node < group.nodes:
+                return group.gpu
+            node -= group.nodes
+        return self.gpu
 
     def check_gpus(self, gpus: int) -> None:
         """Refuse a number of devices that this cluster cannot have.
 
         Raises:
-            HardwareError: not positive, more than one node without a network, or nodes that are not full.
+            HardwareError: not positive, more than there are, nodes without a network, or nodes that are not full.
         """
         if gpus < 1:
             raise HardwareError(f"{gpus} GPUs are asked for", fix="give a positive number of GPUs")
+        has = sum(group.nodes for group in self.groups) * self.gpus_per_node
+        if self.groups and gpus > has:
+            raise HardwareError(f"{self.name} has {has} GPUs; {gpus} are asked for", fix=f"use at most {has}")
         if gpus <= self.gpus_per_node:
             return
         if self.inter_node is None:

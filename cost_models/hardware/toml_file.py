@@ -78,6 +78,19 @@ class Table:
             path=self.path, data=value, prefix=f"{self.prefix}{key}.", citations=self.citations, sources=self.sources
         )
 
+    def tables(self, key: str) -> tuple[Table, ...]:
+        """The tables of a list, [[key]]."""
+        value = self.data.get(key)
+        if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+            raise self.fail(key, f"must be a list of tables, not {value!r}", f"write [[{self.prefix}{key}]] tables")
+        return tuple(
+            Table(
+                path=self.path, data=item, prefix=f"{self.prefix}{key}[{index}].", citations=self.citations,
+                sources=self.sources,
+            )
+            for index, item in enumerate(value)
+        )  # fmt: skip
+
     def _value(self, key: str) -> object:
         entry = self.data.get(key)
         if entry is None:

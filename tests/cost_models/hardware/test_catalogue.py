@@ -216,3 +216,39 @@ def test_gpu_without_a_cluster_is_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(HardwareError, match="l4 is a GPU") as caught:
         load_cluster("l4")
     assert 'gpu = "l4"' in str(caught.value.fix)
+
+
+GROUPS = '[[groups]]\ngpu = "a100-80g-sxm"\nnodes = 1\n[[groups]]\ngpu = "h100-sxm"\nnodes = 2\n'
+
+
+def grouped(folder: Path, groups: str = GROUPS) -> str:
+    """A cluster file with these groups in place of its GPU."""
+    file = Path(catalogue.__file__).parent / "clusters" / "h100-sxm.toml"
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("gpu =")]
+    file = folder / "mixed.toml"
+    file.write_text("\n".join([*lines, groups]))
+    return str(file)
+
+
+def test_nodes_of_several_kinds(tmp_path: Path) -> None:
+    cluster = load_cluster(grouped(tmp_path), hbm_gib=40)
+    assert cluster.gpu.name == "h100-sxm"
+    assert [cluster.gpu_of_rank(rank).name for rank in (0, 7, 8, 23)] == ["a100-80g-sxm"] * 2 + ["h100-sxm"] * 2
+    assert {group.gpu.hbm_bytes for group in cluster.groups} == {40 * 2**30}
+    cluster.check_gpus(24)
+    with pytest.raises(HardwareError, match="has 24 GPUs; 32 are asked for"):
+        cluster.check_gpus(32)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nodes = 1", "nodes = 0", r"groups\[0\].nodes is 0"),
+        ("nodes = 2", "count = 2", r"groups\[1\].count is not a known key"),
+        ('gpu = "h100-sxm"', 'gpu = "h100-sxn"', "did you mean h100-sxm"),
+    ],
+)
+def test_nonsense_in_groups(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(HardwareError) as caught:
+        load_cluster(grouped(tmp_path, GROUPS.replace(old, new)))
+    assert re.search(message, f"{caught.value.what} {caught.value.fix}")
