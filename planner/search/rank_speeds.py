@@ -1,0 +1,95 @@
+"""What each pipeline rank runs on -> how much slower than the fastest device it is, and its memory.
+
+All ranks of one pipeline coordinate work in step, so the slowest of them sets its pace and the smallest its memory.
+Prices are those of the fastest device, with the memory of the largest: a factor is never below 1, so lower bounds hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...cost_models.errors import AutoparError
+from ...cost_models.hardware import Cluster, Gpu
+from ...cost_models.stacks import Stack
+from ..capture.graph import ModelGraph
+from ..sharding.mesh import Mesh
+from .candidates import whole_model
+from .problem import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpeeds:
+    """By pipeline rank: `slowdown` is at least 1."""
+
+    slowdown: tuple[float, ...]
+    hbm_bytes: tuple[int, ...]
+
+    @property
+    def are_equal(self) -> bool:
+        return len({*zip(self.slowdown, self.hbm_bytes, strict=True)}) == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The devices of a cluster as one model sees them: seconds of its whole step on each, over those on the fastest.
+
+    `cluster`: with the fastest device and the largest memory, what prices and bounds are taken from.
+    """
+
+    cluster: Cluster
+    original: Cluster
+    ratios: Mapping[str, float]
+    slow_ranks: tuple[tuple[int, float], ...]  # (rank, factor) of stragglers that are known
+
+    def of(self, mesh: Mesh) -> RankSpeeds:
+        """The ranks of a mesh; pipeline ranks are the outermost axis."""
+        per_stage = mesh.world_size // mesh.pp
+        slowdown, hbm_bytes = [], []
+        for first in range(0, mesh.world_size, per_stage):
+            gpus = _gpus(self.original, first, first + per_stage)
+            straggles = max(
+                (factor for rank, factor in self.slow_ranks if first <= rank < first + per_stage), default=1.0
+            )
+            slowdown.append(max(self.ratios[gpu.name] for gpu in gpus) * straggles)
+            hbm_bytes.append(min(gpu.hbm_bytes for gpu in gpus))
+        return RankSpeeds(slowdown=tuple(slowdown), hbm_bytes=tuple(hbm_bytes))
+
+
+def devices_of(
+    space: Space, master: ModelGraph, cluster: Cluster, stack: Stack, *, gpus: int, slow_ranks: Mapping[int, float]
+) -> Devices:
+    """What the first `gpus` ranks of a cluster run on.
+
+    Raises:
+        AutoparError: a slow rank that is not there, or a factor below 1.
+    """
+    for rank, factor in slow_ranks.items():
+        if not 0 <= rank < gpus:
+            raise AutoparError(f"rank {rank} is slow, and there are {gpus} ranks", fix=f"ranks are 0 to {gpus - 1}")
+        if not 1 <= factor < float("inf"):
+            raise AutoparError(f"rank {rank} takes {factor:g} times as long", fix="give a factor of at least 1")
+    kinds = {gpu.name: gpu for gpu in _gpus(cluster, 0, gpus)}
+    seconds = dict.fromkeys(kinds, 1.0)
+    if len(kinds) > 1:
+        for name, gpu in kinds.items():
+            seconds[name] = whole_model(space, master, replace(cluster, gpu=gpu), stack).device_seconds
+    fastest = min(kinds, key=lambda name: (seconds[name], name))
+    largest = max(gpu.hbm_bytes for gpu in kinds.values())
+    priced = cluster
+    if kinds[fastest] != cluster.gpu or largest != cluster.gpu.hbm_bytes:
+        priced = replace(cluster, gpu=replace(kinds[fastest], hbm_bytes=largest))
+    return Devices(
+        cluster=priced,
+        original=cluster,
+        ratios={name: time / seconds[fastest] if seconds[fastest] else 1.0 for name, time in seconds.items()},
+        slow_ranks=tuple(sorted(slow_ranks.items())),
+    )
+
+
+def _gpus(cluster: Cluster, first: int, end: int) -> tuple[Gpu, ...]:
+    """The devices of ranks [first, end), one for each node."""
+    if not cluster.groups:
+        return (cluster.gpu,)
+    ranks = {first, end - 1, *range(first, end, cluster.gpus_per_node)}
+    return tuple(cluster.gpu_of_rank(rank) for rank in sorted(ranks))
