@@ -52,6 +52,7 @@ class PlanRequest:
     exact: bool = False
     time_limit_seconds: float | None = None
     tp_may_split_batch: bool = False
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times as long it takes
     exact_capture: bool = False  # capture by torch.export alone
 
 
@@ -150,6 +151,7 @@ def plan_graph(
         pins=pins,
         exact=request.exact,
         tp_may_split_batch=request.tp_may_split_batch,
+        slow_ranks=request.slow_ranks,
         time_limit_seconds=request.time_limit_seconds,
     )
     try:
@@ -221,7 +223,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         tensor_shapes=shapes,
         step_seconds=step,
         bubble_fraction=best.cost.bubble_fraction,
-        memory_capacity_bytes=setting.cluster.gpu.hbm_bytes,
+        memory_capacity_bytes=min(best.hbm_bytes),
         collectives=expected_collectives(
             program,
             best.stages,
@@ -240,10 +242,19 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
             solved=found.solved,
             exact=setting.exact,
         ),
-        pins=setting.pins.described() | ({"tp-may-split-batch": "true"} if setting.tp_may_split_batch else {}),
+        pins=_pins(setting),
         notes=tuple(notes),
         rank_memory_bytes=tuple(map(dict, best.cost.rank_memory)) if len(best.stages) > best.mesh.pp else (),
     )
+
+
+def _pins(setting: Setting) -> dict[str, str]:
+    found = setting.pins.described()
+    if setting.tp_may_split_batch:
+        found["tp-may-split-batch"] = "true"
+    if setting.slow_ranks:
+        found["slow"] = ",".join(f"rank={rank}:{factor:g}" for rank, factor in sorted(setting.slow_ranks.items()))
+    return found
 
 
 def alternatives(found: Found) -> tuple[Alternative, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .errors import AutoparError
 from .plan import Plan
 from .sharding.mesh import AXES
+from .timeline import parse_slow
 
 if TYPE_CHECKING:
     from .capture.graph import ModelGraph
@@ -51,6 +52,7 @@ def request_of(plan: Plan) -> PlanRequest:
     microbatch_size, stages_per_rank, zero, shard_size = numbers
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
     may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
+    slow = pins.pop("slow", "")
     if pins:
         unknown = ", ".join(sorted(pins))
         raise AutoparError(f"unknown pin {unknown}", where=where, fix="plan again with this autopar")
@@ -74,6 +76,7 @@ def request_of(plan: Plan) -> PlanRequest:
         activation_checkpoint=checkpoint,
         exact=plan.solver.exact,
         tp_may_split_batch=may_split_batch,
+        slow_ranks=parse_slow(slow.split(",") if slow else (), plan.gpus),
     )
 
 

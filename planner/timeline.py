@@ -42,14 +42,13 @@ class SimulatedStep:
     ranks: tuple[tuple[int, int], ...]
 
 
-def parse_slow(texts: Sequence[str], plan: Plan) -> dict[int, float]:
+def parse_slow(texts: Sequence[str], world_size: int) -> dict[int, float]:
     """Read "rank=3:1.3": rank 3 takes 1.3 times as long. A rank that is named twice keeps the last factor.
 
     Raises:
-        AutoparError: no such form, a rank that the plan has not, a factor that is none.
+        AutoparError: no such form, a rank that there is not, a factor that is none.
     """
     found: dict[int, float] = {}
-    world_size = prod(plan.mesh.values())
     for text in texts:
         name, _, value = text.partition("=")
         rank, _, factor = value.partition(":")
@@ -60,9 +59,7 @@ def parse_slow(texts: Sequence[str], plan: Plan) -> dict[int, float]:
         if name.strip() != "rank" or not 0 < times < float("inf"):
             raise AutoparError(f"cannot read {text!r}", where="--slow", fix="write --slow rank=3:1.3")
         if not 0 <= number < world_size:
-            raise AutoparError(
-                f"there is no rank {number}", where="--slow", fix=f"the plan has ranks 0 to {world_size - 1}"
-            )
+            raise AutoparError(f"there is no rank {number}", where="--slow", fix=f"ranks are 0 to {world_size - 1}")
         found[number] = times
     return found
 

@@ -17,6 +17,7 @@ from ...planner.errors import AutoparError, CheckFailed
 from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
 from ...planner.replay import parse_mesh
+from ...planner.timeline import parse_slow
 from ..console import Progress, print_note, print_result, print_table, progress
 from ..options import (
     ExactCapture,
@@ -104,6 +105,9 @@ def plan(
     may_split_batch: Annotated[
         bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")
     ] = False,
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="rank=R:F", help="Rank R takes F times as long; may be repeated.")
+    ] = None,
     is_exact: Annotated[bool, typer.Option("--exact", help="Decide all axes jointly; slow.")] = False,
     is_exact_capture: ExactCapture = False,
     time_limit_seconds: Annotated[
@@ -136,6 +140,7 @@ def plan(
     set_values = parse_assignments(arguments or (), option="--set")
     input_texts = parse_assignments(inputs or (), option="--input")
     pinned_mesh = parse_mesh(mesh, where=f"--mesh {mesh}") if mesh is not None else {}
+    slow_ranks = parse_slow(slow or (), gpus)
     from ...planner.driver import PlanRequest  # with torch, so after the options are known to be right
 
     request = PlanRequest(
@@ -163,6 +168,7 @@ def plan(
         zero_shard_size=zero_shard_size,
         activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,
         tp_may_split_batch=may_split_batch,
+        slow_ranks=slow_ranks,
         exact=is_exact,
         exact_capture=is_exact_capture,
         time_limit_seconds=time_limit_seconds,

@@ -30,7 +30,7 @@ def timeline(
     autopar timeline gpt-autopar/plan.json --slow rank=3:1.3
     """
     plan = read_plan(plan_file)
-    factors = parse_slow(slow or (), plan)
+    factors = parse_slow(slow or (), plan.gpus)
     usual = simulate_plan(plan)
     shown = simulate_plan(plan, factors) if factors else usual
     steps = [("as planned", usual)]

@@ -55,6 +55,18 @@ class StageCost:
     def step_seconds(self) -> float:
         return sum(self.step.values())
 
+    def slowed(self, factor: float) -> StageCost:
+        """The same on ranks that take `factor` times as long."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            weights=self.weights * factor,
+            step={name: seconds * factor for name, seconds in self.step.items()},
+            host_forward=self.host_forward * factor,
+            host_backward=self.host_backward * factor,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
@@ -87,6 +99,7 @@ class Evaluator:
     prices: Prices
     optimizer: str
     precision: str = "fp32"
+    slowdown: tuple[float, ...] = ()  # by pipeline rank, over the device that `prices` are of; empty where all are 1
     _stages: dict[tuple[object, ...], tuple[StageCost, Memory, int]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -262,7 +275,7 @@ class Evaluator:
                 memory_bytes=memory[s],
                 send_seconds=self._stage_send_seconds(order, s, stages),
             )
-            for s, (cost, _, _) in enumerate(priced)
+            for s, cost in enumerate(self._paced([cost for cost, _, _ in priced], of_rank))
         )
         durations = self._durations(costs, order)
         timeline = self._timeline_seconds(costs, durations, order)
@@ -299,6 +312,13 @@ class Evaluator:
             stages=costs,
             rank_memory=tuple(rank_memory),
         )
+
+    def _paced(self, costs: Sequence[StageCost], of_rank: Sequence[Sequence[int]]) -> Sequence[StageCost]:
+        """The stages as fast as their ranks."""
+        if not self.slowdown:
+            return costs
+        factors = {stage: self.slowdown[rank] for rank, mine in enumerate(of_rank) for stage in mine}
+        return [cost.slowed(factors[stage]) for stage, cost in enumerate(costs)]
 
     def _stage_send_seconds(self, order: Schedule, stage: int, stages: Sequence[tuple[int, int]]) -> float:
         """To the next stage; neighbours on one rank hand on."""

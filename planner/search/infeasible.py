@@ -17,8 +17,9 @@ _MOST_GPUS_FACTOR = 64
 
 def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     """The error to raise; `least` is the candidate that needs the least memory."""
-    rank, memory = max(enumerate(least.cost.rank_memory), key=lambda item: item[1]["total"])
-    needs, has = memory["total"] / GIB, setting.cluster.gpu.hbm_bytes / GIB
+    ranks = enumerate(zip(least.cost.rank_memory, least.hbm_bytes, strict=True))
+    rank, (memory, room) = max(ranks, key=lambda item: item[1][0]["total"] - item[1][1])
+    needs, has = memory["total"] / GIB, room / GIB
     parts = sorted(((size, name) for name, size in memory.items() if name != "total" and size), reverse=True)
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
     mesh = ",".join(f"{name}={size}" for name, size in least.mesh.written.items())

@@ -26,8 +26,9 @@ class RankSpeeds:
     hbm_bytes: tuple[int, ...]
 
     @property
-    def are_equal(self) -> bool:
-        return len({*zip(self.slowdown, self.hbm_bytes, strict=True)}) == 1
+    def are_alike(self) -> bool:
+        """Whether all are as the prices have it."""
+        return set(self.slowdown) == {1.0} and len({*self.hbm_bytes}) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

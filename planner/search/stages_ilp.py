@@ -11,16 +11,17 @@ at stage s.
     min   max(m - 1, 1/1000) T  +  sum_s,k B_k c[s,k]         fill and drain pay every stage once: a constant
     s.t.  sum_k c[s,k] = 1                                    for each s
           sum_k k c[s,k] - sum_k k c[s-1,k] >= 1              no stage is empty
-          T >= sum_k P_k (c[s,k] - c[s-1,k])                  for each s
-          sum_s,k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M     for each rank, its stages s
+          T >= d_s sum_k P_k (c[s,k] - c[s-1,k])              for each s
+          sum_s,k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M_r   for each rank r, its stages s
 
-With m microbatches (one: balance is worth little) and B_k the seconds that a cut behind unit k adds to a step
-(messages). Prefix sums make all rows linear: no product of variables. `cut_by_search` solves the same problem by
-dynamic programming over (stage, units), for one stage per rank.
+With m microbatches (one: balance is worth little), B_k the seconds that a cut behind unit k adds to a step (messages)
+and d_s >= 1 how much slower than the fastest the rank of stage s is. Prefix sums make all rows linear: no product of
+variables. `cut_by_search` solves the same problem by dynamic programming over (stage, units), for one stage per rank.
 
 Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages
 can stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run
-that fits fits too, so no other cut leaves less to the stages before.
+that fits fits too, so no other cut leaves less to the stages before. (Where ranks differ, a unit may fit one stage and
+not the next: then the program decides, and filling is only for models too large for it.)
 
 With several stages per rank the most even cut is taken where it fits: memory alone is worth a program then.
 """
@@ -55,7 +56,19 @@ class Cutting:
     in_flight: tuple[int, ...]  # by stage
     rank_of: tuple[int, ...]  # by stage
     microbatches: int
-    room_bytes: float
+    room_bytes: float  # of the largest rank
+    pace: tuple[float, ...] = ()  # by stage: seconds over those on the fastest rank; empty where all are 1
+    short_bytes: tuple[float, ...] = ()  # by rank: how much less room it has; empty where all have the same
+
+    @property
+    def are_ranks_alike(self) -> bool:
+        return len({*self.pace}) <= 1 and len({*self.short_bytes}) <= 1
+
+    def pace_of(self, stage: int) -> float:
+        return self.pace[stage] if self.pace else 1.0
+
+    def room_of(self, rank: int) -> float:
+        return self.room_bytes - (self.short_bytes[rank] if self.short_bytes else 0.0)
 
     @property
     def num_stages(self) -> int:
@@ -77,8 +90,8 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
             return inf
         kept = cutting.in_flight[stage] * sum(cutting.kept_bytes[first:last])
         used[cutting.rank_of[stage]] += sum(cutting.held_bytes[first:last]) + kept
-        slowest = max(slowest, sum(cutting.seconds[first:last]))
-    if max(used) > cutting.room_bytes:
+        slowest = max(slowest, cutting.pace_of(stage) * sum(cutting.seconds[first:last]))
+    if any(size > cutting.room_of(rank) for rank, size in enumerate(used) if size):
         return inf
     return cutting.weight * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)
 
@@ -89,7 +102,10 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
     Raises:
         NoAssignment: too few units, or nothing fits.
     """
-    if cutting.num_stages > len(set(cutting.rank_of)):
+    if not cutting.are_ranks_alike:
+        if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
+            return cut_evenly(cutting)
+    elif cutting.num_stages > len(set(cutting.rank_of)):
         ends = cut_evenly(replace(cutting, room_bytes=inf))
         if objective(cutting, ends) < inf:
             return ends
@@ -111,7 +127,8 @@ def cut_evenly(cutting: Cutting) -> tuple[int, ...]:
     if ends is None:
         raise NoAssignment
     slowest = filling.slowest(ends)
-    low = max(sum(cutting.seconds) / cutting.num_stages, *cutting.seconds)  # no cut is below
+    paces = [cutting.pace_of(stage) for stage in range(cutting.num_stages)]
+    low = max(sum(cutting.seconds) / sum(1 / pace for pace in paces), min(paces) * max(cutting.seconds))  # for any cut
     limit = low
     while limit < slowest * (1 - _ROUNDING):
         found, following = filling.below(limit)
@@ -148,11 +165,12 @@ class _Filling:
         found: list[int] = []
         for stage in reversed(range(stages)):
             used = self._used[cutting.in_flight[stage]]
-            most = bisect_right(used, used[taken] + cutting.room_bytes) - 1
+            pace = cutting.pace_of(stage)
+            most = bisect_right(used, used[taken] + cutting.room_of(cutting.rank_of[stage])) - 1
             most = min(most, units - stage)
-            last = min(most, bisect_right(time, time[taken] + limit * (1 + _ROUNDING)) - 1)
+            last = min(most, bisect_right(time, time[taken] + limit / pace * (1 + _ROUNDING)) - 1)
             if last < most:
-                following = min(following, time[last + 1] - time[taken])
+                following = min(following, (time[last + 1] - time[taken]) * pace)
             if last <= taken:
                 return None, following
             taken = last
@@ -163,7 +181,8 @@ class _Filling:
         """Seconds of the slowest stage."""
         time, units = self._time, len(self.cutting.seconds)
         bounds = [units, *(units - end for end in ends), 0]
-        return max(time[a] - time[b] for a, b in zip(bounds, bounds[1:], strict=False))
+        pairs = enumerate(zip(bounds, bounds[1:], strict=False))
+        return max(self.cutting.pace_of(stage) * (time[a] - time[b]) for stage, (a, b) in pairs)
 
 
 def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:
@@ -211,14 +230,14 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
             lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(column_sum), pulp.LpConstraintEQ, rhs=1))
         columns, constant = difference(s, order, -1.0)
         at_most(columns, -1.0 - constant)
-        columns, constant = difference(s, time, _SCALE)
+        columns, constant = difference(s, time, _SCALE * cutting.pace_of(s))
         at_most([*columns, (slowest, -1.0)], -constant)
         used = tuple(h + cutting.in_flight[s] * a for h, a in zip(held, kept, strict=True))
         columns, constant = difference(s, used, 1 / room)
         before, already = memory.get(cutting.rank_of[s], ([], 0.0))
         memory[cutting.rank_of[s]] = [*before, *columns], already + constant
-    for columns, constant in memory.values():
-        at_most(columns, cutting.room_bytes / room - constant)
+    for rank, (columns, constant) in memory.items():
+        at_most(columns, cutting.room_of(rank) / room - constant)
     run_solver(lp, as_mip=True, time_limit_seconds=time_limit_seconds)
     found = {s: k for (s, k), column in cuts.items() if (column.varValue or 0.0) > 0.5}
     ends = tuple(found[s] for s in range(stages - 1))
@@ -235,7 +254,9 @@ def cut_by_search(cutting: Cutting) -> tuple[int, ...]:
     """
     units, stages = len(cutting.seconds), cutting.num_stages
     time = (0.0, *accumulate(cutting.seconds))
-    limits = sorted({time[b] - time[a] for a in range(units) for b in range(a + 1, units + 1)})
+    paces = {cutting.pace_of(stage) for stage in range(stages)}
+    runs = {time[b] - time[a] for a in range(units) for b in range(a + 1, units + 1)}
+    limits = sorted({run * pace for run in runs for pace in paces})
     best: tuple[float, tuple[int, ...]] = (inf, ())
     low, high = 0, len(limits) - 1
     # Below the first feasible limit nothing fits; above, cuts may get cheaper while T grows: try till T alone is worse.
@@ -271,7 +292,8 @@ def _cheapest(cutting: Cutting, limit: float) -> tuple[int, ...] | None:
         for first, (price, ends) in front.items():
             for last in range(first + 1, units - (stages - 1 - s) + 1):
                 used = held[last] - held[first] + cutting.in_flight[s] * (kept[last] - kept[first])
-                if time[last] - time[first] > limit * (1 + 1e-12) or used > cutting.room_bytes:
+                seconds = (time[last] - time[first]) * cutting.pace_of(s)
+                if seconds > limit * (1 + 1e-12) or used > cutting.room_of(cutting.rank_of[s]):
                     break
                 if s == stages - 1:
                     if last == units:

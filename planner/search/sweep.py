@@ -42,6 +42,7 @@ from .exact import ExactSearch, Leaves, Proven
 from .placements_ilp import solve
 from .prices import Prices, in_precision
 from .problem import Rules, Space, build_problem, empty_placements
+from .rank_speeds import Devices, devices_of
 from .refine import Refiner
 from .shared import Shared
 from .split_backward import loses_weights
@@ -70,6 +71,7 @@ class Setting:
     exact: bool = False
     tp_may_split_batch: bool = False
     time_limit_seconds: float | None = None
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times as long it takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,11 @@ class Candidate:
     zero: int
     activation_checkpoint: str
     cost: Evaluated
-    fits: bool
+    hbm_bytes: tuple[int, ...]  # by pipeline rank
+
+    @property
+    def fits(self) -> bool:
+        return all(memory["total"] <= size for memory, size in zip(self.cost.rank_memory, self.hbm_bytes, strict=True))
 
     @property
     def outer(self) -> Mesh:
@@ -128,6 +134,7 @@ class _Sweep:
     setting: Setting
     progress: Progress
     deadline: float = field(init=False)
+    devices: Devices = field(init=False)
     space: Space = field(init=False)
     batch: BatchSplit = field(init=False)
     whole: WholeModel = field(init=False)
@@ -144,6 +151,10 @@ class _Sweep:
         self.deadline = inf if limit is None else time.monotonic() + limit
         self.space = Space(in_precision(setting.graph, setting.precision))
         self.batch = find_batch_split(self.space)
+        self.devices = devices_of(
+            self.space, setting.graph, setting.cluster, setting.stack, gpus=setting.gpus, slow_ranks=setting.slow_ranks
+        )
+        self.setting = setting = replace(setting, cluster=self.devices.cluster)
         self.whole = whole_model(self.space, setting.graph, setting.cluster, setting.stack)
 
     # --- the outer loop ---
@@ -351,6 +362,7 @@ class _Sweep:
             prices=self.prices(mesh),
             optimizer=self.setting.optimizer,
             precision=self.setting.precision,
+            slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
         )
 
     def _may_win(self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: str, tried: Sequence[Candidate]) -> bool:
@@ -386,7 +398,7 @@ class _Sweep:
             zero=zero,
             activation_checkpoint=checkpoint,
             cost=cost,
-            fits=cost.memory_bytes <= self.setting.cluster.gpu.hbm_bytes,
+            hbm_bytes=self.devices.of(mesh).hbm_bytes,
         )
 
     def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
@@ -395,7 +407,8 @@ class _Sweep:
         if mesh.pp == 1:
             return ((0, last),)
         units = [evaluator.unit(index, recompute=checkpoint) for index in range(1, last)]
-        gpu = self.setting.cluster.gpu
+        gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
+        rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
         working = max(unit.working_bytes for unit in units)
         cutting = Cutting(
             seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
@@ -403,9 +416,11 @@ class _Sweep:
             kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
             cut_seconds=tuple(2 * evaluator.send_seconds(index + 1, 0) for index in range(1, last)),
             in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
-            rank_of=tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank)),
+            rank_of=rank_of,
             microbatches=mesh.microbatches,
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
+            pace=() if speeds.are_alike else tuple(speeds.slowdown[rank] for rank in rank_of),
+            short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
         )
         try:
             ends = best_cut(cutting, time_limit_seconds=20.0)

@@ -46,6 +46,10 @@ class Seconds:
         """Of the collectives on an axis."""
         return {"dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}[name]
 
+    def __mul__(self, factor: float) -> Seconds:
+        values = {name: factor * getattr(self, name) for name in self.__slots__}
+        return Seconds(**values)
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
             compute=self.compute + other.compute,

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 from autopar.planner.search.assignment import NoAssignment
-from autopar.planner.search.stages_ilp import Cutting, cut_by_ilp, cut_by_search, cut_evenly, objective
+from autopar.planner.search.stages_ilp import Cutting, best_cut, cut_by_ilp, cut_by_search, cut_evenly, objective
 
 
 def random_cutting(seed: int) -> Cutting:
@@ -23,7 +23,15 @@ def random_cutting(seed: int) -> Cutting:
         rank_of=tuple(range(stages)),
         microbatches=rng.choice([1, 4, 8]),
         room_bytes=rng.choice([inf, sum(held) / stages * 2.0]) if rng.random() < 0.9 else 1.0,
+        **(different_ranks(rng, stages) if seed % 3 == 2 else {}),
     )
+
+
+def different_ranks(rng: random.Random, stages: int) -> dict[str, tuple[float, ...]]:
+    return {
+        "pace": tuple(rng.choice([1.0, 1.3, 2.0]) for _ in range(stages)),
+        "short_bytes": tuple(rng.choice([0.0, 4.0]) for _ in range(stages)),
+    }
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -48,14 +56,16 @@ def test_ilp_and_search_equal_enumeration(seed):
 @pytest.mark.parametrize("seed", range(200))
 def test_cuts_of_one_price_equal_enumeration(seed):
     cutting = random_cutting(seed)
-    cutting = replace(cutting, cut_seconds=(2e-4,) * len(cutting.seconds))
+    room = min(cutting.room_bytes, 1e6)
+    cutting = replace(cutting, cut_seconds=(2e-4,) * len(cutting.seconds), room_bytes=room)
+    find = cut_evenly if cutting.are_ranks_alike else best_cut
     every = combinations(range(1, len(cutting.seconds)), cutting.num_stages - 1)
     want = min((objective(cutting, ends) for ends in every), default=inf)
     if want == inf:
         with pytest.raises(NoAssignment):
-            cut_evenly(cutting)
+            find(cutting)
         return
-    assert objective(cutting, cut_evenly(cutting)) == pytest.approx(want, rel=1e-9)
+    assert objective(cutting, find(cutting)) == pytest.approx(want, rel=1e-9, abs=1e-9)
 
 
 def test_a_cut_of_equal_units_fills_the_last_stages():
@@ -79,3 +89,12 @@ def test_uneven_stages_balance_a_heavy_head():
     )
     assert cut_by_ilp(cutting) in {(3,), (4,)}
     assert objective(cutting, cut_by_ilp(cutting)) == 7 * 4.0
+
+
+def test_a_slow_rank_gets_less():
+    cutting = Cutting(
+        seconds=(1.0,) * 9, held_bytes=(1.0,) * 9, kept_bytes=(0.0,) * 9, cut_seconds=(0.0,) * 9, in_flight=(2, 1),
+        rank_of=(0, 1), microbatches=8, room_bytes=100.0, pace=(2.0, 1.0),
+    )  # fmt: skip
+    assert cut_evenly(cutting) == (3,)
+    assert cut_evenly(replace(cutting, short_bytes=(0.0, 95.0))) == (4,)
