@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
-        return len(self.stages) // self.mesh["pp"]
+        return len(self.stages) // self.mesh.get("pp", 1)
 
     @property
     def memory_by_rank(self) -> tuple[Mapping[str, int], ...]:
