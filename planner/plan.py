@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
-        return len(self.stages) // self.mesh.get("pp", 1)
+        return sum(stage.rank == 0 for stage in self.stages)
 
     @property
     def memory_by_rank(self) -> tuple[Mapping[str, int], ...]:
