@@ -45,7 +45,7 @@ STRATEGIES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
     "dp2, checkpointed": ({"dp": 2, "tp": 1, "pp": 1}, {"activation_checkpoint": "full"}),
     "tp2": ({"dp": 1, "tp": 2, "pp": 1}, {}),
     "tp4, checkpointed": ({"dp": 1, "tp": 4, "pp": 1}, {"activation_checkpoint": "full"}),
-    "pp2": ({"dp": 1, "tp": 1, "pp": 2}, {}),
+    "pp2": ({"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
     "dp2 tp2": ({"dp": 2, "tp": 2, "pp": 1}, {}),
 }
 

@@ -17,14 +17,14 @@ FULL = {"activation_checkpoint": "full"}
 
 FAST = (
     ("gpt", {"num_layers": 2}, {"dp": 1, "tp": 2, "pp": 1}, {}),
-    ("mlp", {"num_hidden": 3}, {"dp": 1, "tp": 1, "pp": 2}, {}),
+    ("mlp", {"num_hidden": 3}, {"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
 )
 SLOW = (
     ("gpt", {"num_layers": 2}, {"dp": 2, "tp": 2, "pp": 1}, {"zero": 3}),
     ("gpt", {"num_layers": 2, "dropout": 0.1}, {"dp": 2, "tp": 1, "pp": 1}, {}),
     ("llama", {"num_layers": 2}, {"dp": 1, "tp": 2, "pp": 1}, {}),
     ("llama", {"num_layers": 2}, {"dp": 2, "tp": 1, "pp": 1}, FULL),
-    ("llama", {"num_layers": 2}, {"dp": 1, "tp": 1, "pp": 2}, {}),
+    ("llama", {"num_layers": 2}, {"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
     ("resnet", {}, {"dp": 1, "tp": 2, "pp": 1}, {}),
     ("resnet", {}, {"dp": 2, "tp": 1, "pp": 1}, FULL),
     ("matrix_factorization", {}, {"dp": 2, "tp": 2, "pp": 1}, {}),
