@@ -315,13 +315,21 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
         mesh = Mesh(**sizes, microbatches=count)
         if count > 1 and not batch.allows_microbatches:
             reason = f"{count} microbatches: {batch.obstacle}"
-        elif count > 1 and not splits_evenly(space, batch.placements or (), mesh):
+        elif count > 1 and not _splits_evenly(space, batch, sizes["dp"] * count):
             reason = f"{count} microbatches do not divide every tensor"
         elif not pipelines_for(mesh, pins, num_cuttable(space.graph)):
             reason = _no_pipeline(mesh, pins)
         else:
             counts.append(count)
     return counts, "" if counts else reason
+
+
+def _splits_evenly(space: Space, batch: BatchSplit, parts: int) -> bool:
+    """Whether the batch can be cut so; dp and microbatches cut the same dims, so only their product matters."""
+    known = space.even_parts
+    if parts not in known:
+        known[parts] = splits_evenly(space, batch.placements or (), Mesh(dp=parts))
+    return known[parts]
 
 
 def zero_stages(graph: ModelGraph) -> tuple[int, ...]:

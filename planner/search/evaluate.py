@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from ...cost_models.memory import Memory
 from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, schedule_seconds
-from ..capture.graph import ModelGraph
+from ..capture.graph import ModelGraph, Value
 from ..schedules import Schedule, action_table, get_schedule, kept_at_once
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
@@ -67,12 +68,18 @@ class StageCost:
             host_backward=self.host_backward * factor,
         )
 
+    @property
+    def busy_seconds(self) -> float:
+        """Of one microbatch."""
+        return self.forward.total + self.backward.total
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """What a candidate costs. `breakdown` is of the busiest rank and sums to `step_seconds`.
 
-    `rank_memory`: bytes by component on each pipeline rank, of all its stages together.
+    rank_memory: bytes by component on each pipeline rank, of all its stages together.
+    is_simulated: False where the pipeline was not run through and the step takes longer than said.
     """
 
     step_seconds: float
@@ -80,6 +87,7 @@ class Evaluated:
     breakdown: Mapping[str, float]
     stages: tuple[StageCost, ...]
     rank_memory: tuple[Mapping[str, int], ...]
+    is_simulated: bool = True
 
     @property
     def memory_bytes(self) -> int:
@@ -101,6 +109,8 @@ class Evaluator:
     precision: str = "fp32"
     slowdown: tuple[float, ...] = ()  # by pipeline rank, over the device that `prices` are of; empty where all are 1
     _stages: dict[tuple[object, ...], tuple[StageCost, Memory, int]] = field(default_factory=dict, init=False)
+    _states: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def _units(self) -> UnitCosts:
@@ -162,6 +172,12 @@ class Evaluator:
 
     def unit_state_bytes(self, index: int, zero: int) -> int:
         """Parameters, gradients and optimizer state of one unit, for the cut."""
+        alike = index if index in self._sharing else -1 - self.graph.units[index].template
+        if (alike, zero) not in self._states:
+            self._states[alike, zero] = self._unit_state_bytes(index, zero)
+        return self._states[alike, zero]
+
+    def _unit_state_bytes(self, index: int, zero: int) -> int:
         stored = self._held(index, index + 1, stored=True)
         held = self._held(index, index + 1)
         parts = self._stage_memory.with_activations(
@@ -230,16 +246,52 @@ class Evaluator:
         """Messages of one microbatch before unit `boundary`, from pipeline stage `edge` to the next."""
         if boundary >= len(self.graph.units):
             return 0.0
-        seconds = 0.0
-        for value in stage_values(self.program, boundary):
-            layout = self.program.templates[self.graph.units[value.unit].template].outputs[value.output].layout
-            size = local_type(self.graph.type_of(value), layout, self.mesh.axes).num_bytes
-            if self.prices.stack.pipeline_messages == "scattered":
-                seconds += self.prices.send_seconds(size // self.mesh.tp, edge)
-                seconds += self.prices.use_seconds("tp", "all_gather", size)
-            else:
-                seconds += self.prices.send_seconds(size, edge)
-        return seconds
+        units = self.graph.units
+        made = tuple((units[value.unit].template, value.output) for value in self._crossing[boundary])
+        if (made, edge) not in self._sends:
+            self._sends[made, edge] = sum(self._sent(template, output, edge) for template, output in made)
+        return self._sends[made, edge]
+
+    @property
+    def _crossing(self) -> Sequence[tuple[Value, ...]]:
+        """The values on the edge before each unit."""
+        known, key = self.prices.shared.costs, ("crossing", id(self.graph))
+        if key not in known:
+            known[key] = tuple(stage_values(self.program, boundary) for boundary in range(len(self.graph.units)))
+        return known[key]
+
+    def _sent(self, template: int, output: int, edge: int) -> float:
+        lowered = self.program.templates[template]
+        kind = lowered.template.type_of(lowered.template.outputs[output])
+        size = local_type(kind, lowered.outputs[output].layout, self.mesh.axes).num_bytes
+        if self.prices.stack.pipeline_messages == "scattered":
+            gathered = self.prices.use_seconds("tp", "all_gather", size)
+            return self.prices.send_seconds(size // self.mesh.tp, edge) + gathered
+        return self.prices.send_seconds(size, edge)
+
+    def least_seconds(self) -> float:
+        """No cut, schedule or policy of these placements gives a faster step: all ranks busy with the units alone."""
+        kinds = self._unit_kinds
+        through = sum(
+            count * (cost.forward.total + cost.backward.total)
+            for index, count in kinds
+            for cost in (self.unit(index, recompute="none"),)
+        )
+        slower = slowest_of_nodes(self.mesh, self.prices.cluster)
+        return through * self.mesh.microbatches / self.mesh.pp * slower
+
+    @property
+    def _unit_kinds(self) -> Sequence[tuple[int, int]]:
+        """(one of the units that cost the same, how many)."""
+        known, key = self.prices.shared.costs, ("kinds", id(self.graph))
+        if key not in known:
+            units = self.graph.units
+            alike: dict[tuple[object, ...], list[int]] = {}
+            for index, unit in enumerate(units[1:], start=1):
+                sources = tuple((units[value.unit].template, value.output) for value in unit.inputs)
+                alike.setdefault((unit.template, sources), []).append(index)
+            known[key] = tuple((indices[0], len(indices)) for indices in alike.values())
+        return known[key]
 
     # --- the step ---
 
@@ -250,8 +302,13 @@ class Evaluator:
         schedule: str,
         zero: int,
         activation_checkpoint: str,
+        known_seconds: float = inf,
+        room_bytes: float = inf,
     ) -> Evaluated:
-        """Price a complete candidate; `stages`, a multiple of pp, lie on ranks as the schedule places them."""
+        """Price a complete candidate; `stages`, a multiple of pp, lie on ranks as the schedule places them.
+
+        The schedule is not simulated where the step surely takes `known_seconds` or more than `room_bytes` are needed.
+        """
         microbatches, ranks = self.mesh.microbatches, self.mesh.pp
         order = get_schedule(schedule)
         priced = [self._priced_stage(first, last, zero, activation_checkpoint) for first, last in stages]
@@ -278,7 +335,6 @@ class Evaluator:
             for s, cost in enumerate(self._paced([cost for cost, _, _ in priced], of_rank))
         )
         durations = self._durations(costs, order)
-        timeline = self._timeline_seconds(costs, durations, order)
         costs = tuple(
             replace(cost, action_seconds={kind: durations[s, kind] for kind in KINDS if (s, kind) in durations})
             for s, cost in enumerate(costs)
@@ -286,6 +342,13 @@ class Evaluator:
         by_rank = [[costs[s] for s in mine] for mine in of_rank]
         after = max(sum(cost.step_seconds for cost in mine) for mine in by_rank)
         started = self.prices.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
+        slower = slowest_of_nodes(self.mesh, self.prices.cluster)
+        # Each rank is busy with all of its actions.
+        timeline = max(microbatches * sum(sum(cost.action_seconds.values()) for cost in mine) for mine in by_rank)
+        is_fast = (started + timeline + after) * slower < known_seconds
+        is_simulated = is_fast and max(each["total"] for each in rank_memory) <= room_bytes
+        if is_simulated:
+            timeline = self._timeline_seconds(costs, durations, order)
         step = started + timeline + after
         busiest_rank = max(range(ranks), key=lambda rank: sum(_busy(cost, microbatches) for cost in by_rank[rank]))
         busiest = by_rank[busiest_rank]
@@ -304,13 +367,13 @@ class Evaluator:
             breakdown["bubble"] = step - sum(breakdown.values())
         else:
             step = sum(breakdown.values())
-        slower = slowest_of_nodes(self.mesh, self.prices.cluster)
         return Evaluated(
             step_seconds=step * slower,
             bubble_fraction=max(0.0, 1 - busy / timeline) if len(stages) > 1 and timeline else 0.0,
             breakdown={name: seconds * slower for name, seconds in breakdown.items()},
             stages=costs,
             rank_memory=tuple(rank_memory),
+            is_simulated=is_simulated,
         )
 
     def _paced(self, costs: Sequence[StageCost], of_rank: Sequence[Sequence[int]]) -> Sequence[StageCost]:

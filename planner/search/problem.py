@@ -73,6 +73,7 @@ class Space:
     graph: ModelGraph
     counts: tuple[int, ...] = field(init=False)
     prelude: int = field(init=False)
+    even_parts: dict[int, bool] = field(default_factory=dict, init=False)  # known answers, see `candidates.py`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", self.graph.counts())

@@ -18,10 +18,11 @@ With m microbatches (one: balance is worth little), B_k the seconds that a cut b
 and d_s >= 1 how much slower than the fastest the rank of stage s is. Prefix sums make all rows linear: no product of
 variables. `cut_by_search` solves the same problem by dynamic programming over (stage, units), for one stage per rank.
 
-Where every cut costs the same, only T is left to decide, and no program is needed (`cut_evenly`): whether all stages
-can stay below a given T is known by filling them from the last one on, each as far as T and memory allow. Part of a run
-that fits fits too, so no other cut leaves less to the stages before. (Where ranks differ, a unit may fit one stage and
-not the next: then the program decides, and filling is only for models too large for it.)
+Where every cut costs the same, or nearly so, only T is left to decide, and no program is needed (`cut_evenly`): whether
+all stages can stay below a given T is known by filling them from the last one on, each as far as T and memory allow.
+Part of a run that fits fits too, so no other cut leaves less to the stages before. (Where ranks
+differ, a unit may fit one stage and not the next: then the program decides, and filling is only for models too large
+for it.)
 
 With several stages per rank the most even cut is taken where it fits: memory alone is worth a program then.
 """
@@ -43,6 +44,8 @@ from .placements_ilp import run_solver
 _SCALE = 1e6  # microseconds
 _ROUNDING = 1e-12  # of sums of seconds
 _MOST_BINARIES = 2000  # of a program that is solved for several stages per rank
+_NEGLIGIBLE = 1e-3  # of a step
+_MOST_COLUMNS = 500  # of a program that is solved for one stage per rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
 
 
 def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tuple[int, ...]:
-    """The best ends of all stages but the last, in units.
+    """The best ends of all stages but the last, in units; of large pipelines those with the shortest slowest stage.
 
     Raises:
         NoAssignment: too few units, or nothing fits.
@@ -105,14 +108,21 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
     if not cutting.are_ranks_alike:
         if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
             return cut_evenly(cutting)
-    elif cutting.num_stages > len(set(cutting.rank_of)):
+        return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
+    if cutting.num_stages > len(set(cutting.rank_of)):
         ends = cut_evenly(replace(cutting, room_bytes=inf))
         if objective(cutting, ends) < inf:
             return ends
         if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
             raise NoAssignment
-    elif len(set(cutting.cut_seconds[:-1])) <= 1:
-        return cut_evenly(cutting)
+        return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
+    ends = cut_evenly(cutting)
+    prices = cutting.cut_seconds[:-1] or (0.0,)
+    # No other cut can save more than this.
+    saved = (cutting.num_stages - 1) * (max(prices) - min(prices))
+    is_large = cutting.num_stages * len(cutting.seconds) > _MOST_COLUMNS
+    if is_large or saved <= _NEGLIGIBLE * objective(cutting, ends):
+        return ends
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
 
 

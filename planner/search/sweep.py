@@ -1,9 +1,10 @@
 """All choices together: the best plan over meshes, microbatches, placements, cuts and policies.
 
-Candidates (mesh, microbatches) are taken in order of their lower bound and the sweep ends when the bound passes the
-best plan found. A candidate is solved by the op-level program, slowest axis first (dp, ep, cp, then tp), lowered, cut
-into stages, and priced exactly under each policy; placements are solved once for all pipelines and policies of the same
-other axes and microbatches.
+A candidate is a mesh with a number of microbatches. Placements are solved by the op-level program, slowest axis first
+(dp, ep, cp, then tp), for one candidate of each kind; the others take them over where they may (`placing.py`). Whatever
+may be fastest, by the seconds that its ranks are busy, is cut into stages and priced exactly under each policy. Then
+candidates get a program of their own in the order of what is known of them: all that their lower bound leaves where
+programs are small, the nearest ones where they are large.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from math import inf, log10
 from ...cost_models.errors import AutoparError
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
-from ..capture.graph import Kind, ModelGraph
+from ..capture.graph import ModelGraph
 from ..schedules import get_schedule, in_flight
-from ..sharding.mesh import MICROBATCH, SPLIT_AXES, Mesh
+from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
@@ -39,22 +40,26 @@ from .candidates import (
 )
 from .evaluate import Evaluated, Evaluator
 from .exact import ExactSearch, Leaves, Proven
-from .placements_ilp import solve
+from .placing import Placer
 from .prices import Prices, in_precision
-from .problem import Rules, Space, build_problem, empty_placements
+from .problem import Rules, Space
 from .rank_speeds import Devices, devices_of
 from .refine import Refiner
 from .shared import Shared
 from .split_backward import loses_weights
 from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
-from .step_uses import Uses, splits
+from .step_uses import Uses
 
 Progress = Callable[[str], None]
 # What memory costs, tried in turn where the quickest plan does not fit; times a step over the device's memory.
 _MEMORY_PRICES = (0.1, 1.0, 10.0)
-# The same where latency makes it cheapest to split nothing: an axis that is there must split something.
-_SPLITTING_PRICES = (1e-11, 1e-10, 1e-9, 1e-8, 1e-6)
+# Choices of all programs that are solved, as long as all are, and at most.
+_FEW_CHOICES, _MANY_CHOICES = 1500, 9000
+# Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
+_NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
+_FIRST_TRIES = 2  # of each kind of mesh, until something fits
+_NUM_RUNNERS = 8  # that are simulated though they lose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +145,13 @@ class _Sweep:
     whole: WholeModel = field(init=False)
     found: list[Candidate] = field(default_factory=list, init=False)
     useless: dict[str, None] = field(default_factory=dict, init=False)
-    _placements: dict[tuple[Mesh, float], Placements | str] = field(default_factory=dict, init=False)
+    best_seconds: float = field(default=inf, init=False)
+    tried: set[tuple[Mesh, int]] = field(default_factory=set, init=False)  # with labellings
+    leanest: dict[Mesh, int] = field(default_factory=dict, init=False)  # bytes under the leanest policy
+    estimates: dict[Mesh, float] = field(default_factory=dict, init=False)  # seconds of the best labelling known
     _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
     shared: Shared = field(default_factory=Shared, init=False)
-    solved: int = 0
+    solved: int = 0  # programs of the exact search
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -156,6 +164,13 @@ class _Sweep:
         )
         self.setting = setting = replace(setting, cluster=self.devices.cluster)
         self.whole = whole_model(self.space, setting.graph, setting.cluster, setting.stack)
+        self.placer = Placer(
+            space=self.space,
+            batch=self.batch,
+            rules=Rules(batch=self.batch.placements, tp_may_split_batch=setting.tp_may_split_batch),
+            prices=self.prices,
+            must_split=self._must_split,
+        )
 
     # --- the outer loop ---
 
@@ -166,25 +181,9 @@ class _Sweep:
         everything = sorted(every, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
         order = [mesh for mesh in everything if may_fit(self.whole, mesh, setting.pins, setting.cluster, setting.stack)]
         bounds = {mesh: bounds[mesh] for mesh in order}
-        best = inf
-        skipped = inf
-        is_complete = True
-        for index, mesh in enumerate(order):
-            if bounds[mesh] >= best:
-                skipped = bounds[mesh]
-                break
-            if time.monotonic() > self.deadline and best < inf:
-                is_complete = False
-                skipped = bounds[mesh]
-                break
-            sizes = " ".join(f"{name}={size}" for name, size in mesh.written.items())
-            self.progress(f"candidate {index + 1} of {len(order)}: {sizes}")
-            for candidate in self._solve(mesh):
-                self.found.append(candidate)
-                if candidate.fits:
-                    best = min(best, candidate.cost.step_seconds)
+        is_complete = self._sweep(order, bounds)
         refiner = Refiner(setting, self._leaves())
-        if best == inf:
+        if self.best_seconds == inf:
             self._keep(refiner.rescue(order, self.found))
         else:
             for better in tuple(refiner.better(min(self._fitting(), key=_rank))):
@@ -198,19 +197,139 @@ class _Sweep:
         if proven is not None:
             lowest, is_complete = proven.bound_seconds, proven.is_complete
         elif is_complete:
-            lowest = min(skipped, refiner.bound(chosen, bounds))
+            lowest = refiner.bound(chosen, bounds)
         else:
-            lowest = min([skipped, *bounds.values()])
+            lowest = min(bounds.values(), default=0.0)
         return Found(
             best=chosen,
-            runners_up=_best_of_other_meshes(self.found, chosen),
+            runners_up=self._runners_up(chosen),
             baselines=baselines,
             bound_seconds=min(lowest, chosen.cost.step_seconds),
             considered=len(every),
-            solved=self.solved,
+            solved=self.solved + self.placer.solved,
             is_complete=is_complete,
             batch=self.batch,
         )
+
+    def _sweep(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float]) -> bool:
+        """Price what is worth it; whether the time was enough."""
+        self._seed(order)
+        self._scan(order, bounds, 0)
+        open_meshes = dict.fromkeys(order)
+        tried: set[object] = set()
+        while open_meshes:
+            if self._is_late():
+                return False
+            mesh = min(open_meshes, key=lambda mesh: (self.estimates.get(mesh, bounds[mesh]), bounds[mesh]))
+            del open_meshes[mesh]
+            if bounds[mesh] >= self.best_seconds:
+                continue
+            if self.placer.spent > _FEW_CHOICES:
+                # Programs of this size are solved for the most promising meshes alone, once for equal local sizes.
+                alike = (mesh.dp * mesh.microbatches, *(mesh.sizes[name] for name in SPLIT_AXES[1:]))
+                if self.placer.spent > _MANY_CHOICES:
+                    break
+                if alike in tried or self.placer.is_solved(mesh) or not self._is_near(mesh):
+                    continue
+                tried.add(alike)
+            known = len(self.placer.labellings)
+            sizes = " ".join(f"{name}={size}" for name, size in mesh.written.items())
+            self.progress(f"placing {sizes}, {mesh.microbatches} microbatches")
+            self._add(self._solve(mesh))
+            self._scan(order, bounds, known)
+        return True
+
+    def _is_near(self, mesh: Mesh) -> bool:
+        """Whether an own labelling may well make this mesh the best."""
+        if mesh not in self.leanest:
+            return self.best_seconds == inf
+        if self.leanest[mesh] > self.setting.cluster.gpu.hbm_bytes:
+            return self.leanest[mesh] <= _NEAR_MEMORY * self.setting.cluster.gpu.hbm_bytes
+        return self.estimates[mesh] <= _NEAR_STEP * self.best_seconds
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline and self.best_seconds < inf
+
+    def _add(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            self.found.append(candidate)
+            if candidate.fits and candidate.cost.is_simulated:
+                self.best_seconds = min(self.best_seconds, candidate.cost.step_seconds)
+
+    def _seed(self, order: Sequence[Mesh]) -> None:
+        """Solve one mesh of each kind, the most promising first, so that others have something to take over."""
+        kinds: set[object] = set()
+        for mesh in order:
+            kind = (mesh.dp > 1, *(mesh.sizes[name] for name in SPLIT_AXES[1:]))
+            if kind in kinds or self._is_late() or self.placer.spent > _MANY_CHOICES:
+                continue
+            if next(self.placer.known(mesh), None) is None:
+                found = self.placer.solve(mesh, 0.0)
+                if isinstance(found, str):
+                    self.useless[found] = None
+            kinds.add(kind)
+
+    def _scan(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float], since: int) -> None:
+        """Price meshes under the labellings from the `since`-th on, those first that may be fastest."""
+        alike: dict[tuple[int, ...], list[Mesh]] = {}
+        for mesh in order:
+            if bounds[mesh] < self.best_seconds:
+                inner = tuple(mesh.sizes[name] for name in SPLIT_AXES[1:])
+                alike.setdefault((*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches), []).append(mesh)
+        entries: list[tuple[float, int, Mesh, int]] = []
+        slow: list[tuple[int, ...]] = []
+        for kind in sorted(alike):
+            # What is slow already gets no faster where it is split further.
+            if any(all(a <= b for a, b in zip(other, kind, strict=True)) for other in slow):
+                continue
+            least = self._enter(alike[kind], since, entries)
+            if least >= self.best_seconds:
+                slow.append(kind)
+            elif self.best_seconds == inf:
+                new = entries[-len(alike[kind]) :]
+                for _, _, mesh, labelling in new[:: max(1, len(new) // _FIRST_TRIES)]:
+                    self._try(mesh, labelling)
+        for position, (least, _, mesh, labelling) in enumerate(sorted(entries)):
+            if least >= self.best_seconds or self._is_late():
+                break
+            if bounds[mesh] < self.best_seconds:
+                self.progress(f"pricing mesh {position + 1} of {len(entries)}")
+                self._try(mesh, labelling)
+
+    def _enter(self, meshes: Sequence[Mesh], since: int, entries: list[tuple[float, int, Mesh, int]]) -> float:
+        """List meshes of equal local sizes under the labellings they may take; the least seconds of any.
+
+        Their ranks are busy equally long: with more stages fewer of them share the samples.
+        """
+        found = inf
+        for labelling in self.placer.known(meshes[0], since):
+            try:
+                least = self._evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
+            except (KeyError, ValueError):
+                continue  # they lack a conversion, or a split that divides
+            found = min(found, least)
+            for mesh in meshes:
+                self.estimates.setdefault(mesh, least)
+                entries.append((least, len(entries), mesh, labelling))
+        return found
+
+    def _try(self, mesh: Mesh, labelling: int) -> None:
+        """Price what another mesh has found."""
+        if (mesh, labelling) in self.tried or not self.placer.may_take(mesh, labelling):
+            return
+        self.tried.add((mesh, labelling))
+        try:
+            every = self._priced(mesh, self.placer.taken(mesh, labelling))
+        except (KeyError, ValueError):
+            return
+        if not every:
+            return
+        priced = self._best_of(every)
+        leanest = min(candidate.cost.memory_bytes for candidate in every)
+        self.leanest[mesh] = min(self.leanest.get(mesh, leanest), leanest)
+        if priced[0].fits:
+            self.estimates[mesh] = min(self.estimates.get(mesh, inf), priced[0].cost.step_seconds)
+        self._add(priced)
 
     def _prove(self, order: list[Mesh]) -> Proven:
         """Search all choices together, from the best plan that is known."""
@@ -225,17 +344,17 @@ class _Sweep:
         return Leaves(
             price=self._price_leaf,
             uses=lambda mesh: Uses(self.space, self.prices(mesh)),
-            rules=self._rules(),
-            fixed=self._batch_labels,
+            rules=self.placer.rules,
+            fixed=self.placer.batch_labels,
             deadline=self.deadline,
         )
 
     def _fitting(self) -> list[Candidate]:
-        return [candidate for candidate in self.found if candidate.fits]
+        return [candidate for candidate in self.found if candidate.fits and candidate.cost.is_simulated]
 
     def _keep(self, candidate: Candidate | None) -> None:
         if candidate is not None and candidate.fits:
-            self.found.append(candidate)
+            self._add([candidate])
 
     def _price_leaf(self, mesh: Mesh, placements: Placements, policy: Policy) -> Candidate | None:
         try:
@@ -286,7 +405,8 @@ class _Sweep:
                     self.found.extend(self._solve(mesh, once=mesh not in hopeful))
             priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
-                yield f"{axis} only", min(priced, key=lambda candidate: (not candidate.fits, _rank(candidate)))
+                best = min(priced, key=lambda candidate: (not candidate.fits, _rank(candidate)))
+                yield f"{axis} only", self._simulated(best)
             yield from self._plain(axis, same)
 
     def _plain(self, axis: str, same: Sequence[Mesh]) -> Iterator[tuple[str, Candidate]]:
@@ -296,14 +416,36 @@ class _Sweep:
             zero = 3 if axis == "dp" and 3 in zeros_for(mesh, pins) else 0
             if mesh.microbatches > 1 or axis not in ("dp", "pp") or (axis == "dp" and not zero):
                 continue
-            placements = self._placed(mesh, 0.0)
+            placements = self.placer.solve(mesh, 0.0)
             if isinstance(placements, str):
                 continue
             name = "ZeRO-3 only" if zero else "naive model parallel"
             checkpoint = pins.activation_checkpoint or "none"
             evaluator = self._evaluator(mesh, placements)
             for pipeline in self._pipelines(mesh, zero, checkpoint)[:1]:
-                yield from ((name, each) for each in self._candidate(evaluator, pipeline, zero, checkpoint))
+                for each in self._candidate(evaluator, pipeline, zero, checkpoint):
+                    yield name, self._simulated(each)
+
+    def _simulated(self, candidate: Candidate) -> Candidate:
+        """With the whole step simulated, though others are faster or it does not fit."""
+        if candidate.cost.is_simulated:
+            return candidate
+        cost = self._evaluator(candidate.mesh, candidate.placements).evaluate(
+            candidate.stages,
+            schedule=candidate.schedule,
+            zero=candidate.zero,
+            activation_checkpoint=candidate.activation_checkpoint,
+        )
+        return replace(candidate, cost=cost)
+
+    def _runners_up(self, chosen: Candidate) -> tuple[Candidate, ...]:
+        found = _best_of_other_meshes(self.found, chosen)
+        first = [self._simulated(candidate) if candidate.fits else candidate for candidate in found[:_NUM_RUNNERS]]
+        return (*sorted(first, key=lambda c: (not c.fits, _rank(c))), *found[_NUM_RUNNERS:])
+
+    def _must_split(self, mesh: Mesh, axis: str) -> bool:
+        """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
+        return axis in self.setting.pins.mesh or mesh.sizes[axis] == self.setting.gpus
 
     # --- one candidate ---
 
@@ -318,7 +460,7 @@ class _Sweep:
         candidates: list[Candidate] = []
         for position, factor in enumerate((0.0, *_MEMORY_PRICES)):
             price = factor * self._seconds_per_byte(candidates) if position else 0.0
-            placements = self._placed(mesh, price)
+            placements = self.placer.solve(mesh, price)
             if isinstance(placements, str):
                 self.useless[placements] = None
                 break
@@ -327,9 +469,13 @@ class _Sweep:
             # Once the quickest policy fits, memory is no longer what decides.
             if once or min(new, key=_rank).fits:
                 break
+        return self._best_of(candidates)
+
+    def _best_of(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest that fits, or the leanest."""
         fitting = [candidate for candidate in candidates if candidate.fits]
         if fitting:
-            return [min(fitting, key=_rank)]
+            return [min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, _rank(candidate)))]
         return [min(candidates, key=lambda c: c.cost.memory_bytes)] if candidates else []
 
     def _seconds_per_byte(self, candidates: list[Candidate]) -> float:
@@ -389,7 +535,15 @@ class _Sweep:
         self, evaluator: Evaluator, stages: tuple[tuple[int, int], ...], schedule: str, zero: int, checkpoint: str
     ) -> Candidate:
         mesh = evaluator.mesh
-        cost = evaluator.evaluate(stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint)
+        room = self.setting.cluster.gpu.hbm_bytes
+        cost = evaluator.evaluate(
+            stages,
+            schedule=schedule,
+            zero=zero,
+            activation_checkpoint=checkpoint,
+            known_seconds=self.best_seconds,
+            room_bytes=room,
+        )
         return Candidate(
             mesh=mesh,
             placements=evaluator.placements,
@@ -429,91 +583,6 @@ class _Sweep:
             ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
-
-    # --- placements ---
-
-    def _placed(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
-        """Placements of one stage's ranks and microbatches, or why the mesh makes no sense."""
-        alone = replace(mesh, pp=1)
-        key = (alone, seconds_per_byte)
-        if key not in self._placements:
-            self._placements[key] = self._place(alone, seconds_per_byte)
-        return self._placements[key]
-
-    def _place(self, mesh: Mesh, seconds_per_byte: float) -> Placements | str:
-        rules = self._rules()
-        placements = self._batch_labels(mesh)
-        part = replace(mesh, **dict.fromkeys(SPLIT_AXES, 1))
-        for name in SPLIT_AXES:
-            if mesh.sizes[name] == 1:
-                continue
-            part = replace(part, **{name: mesh.sizes[name]})
-            solved = self._solve_axes(part, placements, rules, (name,), seconds_per_byte)
-            for price in _SPLITTING_PRICES if self._must_split(mesh, name) else ():
-                if isinstance(solved, str) or _splits_something(self.space, solved, name):
-                    break
-                if price > seconds_per_byte:
-                    solved = self._solve_axes(part, placements, rules, (name,), price)
-            if isinstance(solved, str):
-                return solved
-            if not _splits_something(self.space, solved, name):
-                return f"{name}={mesh.sizes[name]} splits nothing: {self._obstacles(mesh.sizes[name], rules)}"
-            placements = solved
-        return placements
-
-    def _rules(self) -> Rules:
-        return Rules(batch=self.batch.placements, tp_may_split_batch=self.setting.tp_may_split_batch)
-
-    def _batch_labels(self, mesh: Mesh) -> Placements:
-        """What the microbatch axis splits, which is given."""
-        if mesh.microbatches == 1:
-            return empty_placements(self.space.graph)
-        assert self.batch.placements is not None
-        return _copied(self.batch.placements)
-
-    def _must_split(self, mesh: Mesh, axis: str) -> bool:
-        """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
-        return axis in self.setting.pins.mesh or mesh.sizes[axis] == self.setting.gpus
-
-    def _solve_axes(
-        self, mesh: Mesh, fixed: Placements, rules: Rules, free: tuple[str, ...], seconds_per_byte: float
-    ) -> Placements | str:
-        built = build_problem(self.space, mesh.axes, free, fixed, rules, self.prices(mesh), mesh.microbatches)
-        sizes = " and ".join(f"{name}={mesh.sizes[name]}" for name in free)
-        try:
-            assignment = solve(built.problem, seconds_per_byte=seconds_per_byte)
-        except NoAssignment as stuck:
-            return f"{sizes} has no placements{f': stuck at {stuck.vertex}' if stuck.vertex else ''}"
-        self.solved += 1
-        return built.placements(self.space, assignment)
-
-    def _obstacles(self, size: int, rules: Rules) -> str:
-        """The nearest obstacles: operations whose factors the axis does not divide."""
-        found: dict[str, None] = {}
-        for (t, name), options in self.space.options.items():
-            if t == self.space.prelude:
-                continue
-            template = self.space.graph.templates[t]
-            sizes = sorted({o.extent for o in options if o.extent > 1 and o.extent % size}, reverse=True)
-            if sizes and any(p.output.requires_grad for p in template.of_kind(Kind.PARAMETER)):
-                where = f"{template.pattern}.{name}" if template.pattern else f"{template.name}.{name}"
-                found[f"{' or '.join(map(str, sizes[:3]))} at {where}"] = None
-        return "; ".join(list(found)[:4]) or "no operation has a factor to split"
-
-
-def _splits_something(space: Space, placements: Placements, axis: str) -> bool:
-    for t, template in enumerate(space.graph.templates):
-        if t == space.prelude:
-            continue
-        for node in template.of_kind(Kind.OP):
-            label = placements[t].get(node.name, {}).get(axis, "none")
-            if splits(label):
-                return True
-    return False
-
-
-def _copied(placements: Placements) -> Placements:
-    return tuple({name: {MICROBATCH: labels[MICROBATCH]} for name, labels in p.items()} for p in placements)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
