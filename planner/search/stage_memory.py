@@ -67,7 +67,7 @@ class StageMemory:
         are even."""
         if self.prices.stack.fsdp == "flat":
             return None
-        dp = self.prices.mesh.dp
+        dp = self.prices.mesh.shards
         return sum(shard_bytes(parameter, dp, 0, zero) for parameter in stored if parameter.trainable)
 
     def with_saved(self, memory: Memory, saved_bytes: int, in_flight: float) -> Memory:
