@@ -22,6 +22,7 @@ def rendered(**changes):
         "microbatches": 2,
         "optimizer": "adamw",
         "precision": "fp32",
+        "cluster_overrides": {},
         "model": SimpleNamespace(path="../gpt.py", name="build", arguments={"preset": "tiny", "dropout": 0.1}),
     }
     inputs = (SimpleNamespace(name="ids", batch_dim=0), SimpleNamespace(name="scale", batch_dim=None))
