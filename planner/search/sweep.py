@@ -15,17 +15,14 @@ from dataclasses import dataclass, field, replace
 from math import inf, log10
 
 from ...cost_models.errors import AutoparError
-from ...cost_models.hardware import Cluster
-from ...cost_models.stacks import Stack
-from ..capture.graph import ModelGraph
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
+from .answer import Candidate, Found, NothingFits, Setting, best_of_other_meshes, rank
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import (
     CHECKPOINTS,
-    Pins,
     Pipeline,
     WholeModel,
     always_fills,
@@ -38,7 +35,7 @@ from .candidates import (
     whole_model,
     zeros_for,
 )
-from .evaluate import Evaluated, Evaluator
+from .evaluate import Evaluator
 from .exact import ExactSearch, Leaves, Proven
 from .placing import Placer
 from .prices import Prices, in_precision
@@ -60,68 +57,6 @@ _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
 _FIRST_TRIES = 2  # of each kind of mesh, until something fits
 _NUM_RUNNERS = 8  # that are simulated though they lose
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is given: the captured step, the hardware, and the pins."""
-
-    graph: ModelGraph
-    gpus: int
-    cluster: Cluster
-    stack: Stack
-    precision: str
-    optimizer: str
-    pins: Pins
-    exact: bool = False
-    tp_may_split_batch: bool = False
-    time_limit_seconds: float | None = None
-    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times as long it takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A complete, priced choice."""
-
-    mesh: Mesh
-    placements: Placements
-    stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
-    schedule: str
-    zero: int
-    activation_checkpoint: str
-    cost: Evaluated
-    hbm_bytes: tuple[int, ...]  # by pipeline rank
-
-    @property
-    def fits(self) -> bool:
-        return all(memory["total"] <= size for memory, size in zip(self.cost.rank_memory, self.hbm_bytes, strict=True))
-
-    @property
-    def outer(self) -> Mesh:
-        """The mesh as the outer loop has it, without the groups that ZeRO does not split over."""
-        return replace(self.mesh, replicas=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The answer of a sweep. `runners_up` holds the best of every other mesh that was priced."""
-
-    best: Candidate
-    runners_up: tuple[Candidate, ...]
-    baselines: tuple[tuple[str, Candidate], ...]  # what people ask for by name, where the pins allow it
-    bound_seconds: float
-    considered: int
-    solved: int
-    is_complete: bool  # False: the time limit cut the sweep short
-    batch: BatchSplit
-
-
-class NothingFits(Exception):
-    """Every candidate needs more memory than there is; `least` needs the least."""
-
-    def __init__(self, least: Candidate) -> None:
-        super().__init__("nothing fits")
-        self.least = least
 
 
 def search(setting: Setting, progress: Progress | None = None) -> Found:
@@ -186,14 +121,14 @@ class _Sweep:
         if self.best_seconds == inf:
             self._keep(refiner.rescue(order, self.found))
         else:
-            for better in tuple(refiner.better(min(self._fitting(), key=_rank))):
+            for better in tuple(refiner.better(min(self._fitting(), key=rank))):
                 self._keep(better)
         proven = self._prove(order) if setting.exact else None
         if not self._fitting():
             self._add_leanest([mesh for mesh in everything if mesh not in bounds])
             self._refuse()
         baselines = tuple(self._baselines(everything, bounds))
-        chosen = min(self._fitting(), key=_rank)
+        chosen = min(self._fitting(), key=rank)
         if proven is not None:
             lowest, is_complete = proven.bound_seconds, proven.is_complete
         elif is_complete:
@@ -333,7 +268,7 @@ class _Sweep:
 
     def _prove(self, order: list[Mesh]) -> Proven:
         """Search all choices together, from the best plan that is known."""
-        known = min(self._fitting(), key=_rank, default=None)
+        known = min(self._fitting(), key=rank, default=None)
         proven = ExactSearch(self.setting, self._leaves(), known).run(order)
         self.solved += proven.solved
         if proven.best is not None and proven.best is not known:
@@ -405,7 +340,7 @@ class _Sweep:
                     self.found.extend(self._solve(mesh, once=mesh not in hopeful))
             priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
-                best = min(priced, key=lambda candidate: (not candidate.fits, _rank(candidate)))
+                best = min(priced, key=lambda candidate: (not candidate.fits, rank(candidate)))
                 yield f"{axis} only", self._simulated(best)
             yield from self._plain(axis, same)
 
@@ -439,9 +374,9 @@ class _Sweep:
         return replace(candidate, cost=cost)
 
     def _runners_up(self, chosen: Candidate) -> tuple[Candidate, ...]:
-        found = _best_of_other_meshes(self.found, chosen)
+        found = best_of_other_meshes(self.found, chosen)
         first = [self._simulated(candidate) if candidate.fits else candidate for candidate in found[:_NUM_RUNNERS]]
-        return (*sorted(first, key=lambda c: (not c.fits, _rank(c))), *found[_NUM_RUNNERS:])
+        return (*sorted(first, key=lambda c: (not c.fits, rank(c))), *found[_NUM_RUNNERS:])
 
     def _must_split(self, mesh: Mesh, axis: str) -> bool:
         """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
@@ -467,7 +402,7 @@ class _Sweep:
             new = self._priced(mesh, placements)
             candidates.extend(new)
             # Once the quickest policy fits, memory is no longer what decides.
-            if once or min(new, key=_rank).fits:
+            if once or min(new, key=rank).fits:
                 break
         return self._best_of(candidates)
 
@@ -475,7 +410,7 @@ class _Sweep:
         """The fastest that fits, or the leanest."""
         fitting = [candidate for candidate in candidates if candidate.fits]
         if fitting:
-            return [min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, _rank(candidate)))]
+            return [min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, rank(candidate)))]
         return [min(candidates, key=lambda c: c.cost.memory_bytes)] if candidates else []
 
     def _seconds_per_byte(self, candidates: list[Candidate]) -> float:
@@ -583,21 +518,3 @@ class _Sweep:
             ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
-
-
-def _rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
-    """Faster first; then less memory, fewer stages, less splitting."""
-    cost = candidate.cost
-    return (cost.step_seconds, cost.memory_bytes, candidate.mesh.pp, candidate.mesh.tp, candidate.mesh.microbatches)
-
-
-def _best_of_other_meshes(found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
-    by_sizes: dict[Mesh, Candidate] = {}
-    for candidate in found:
-        sizes = replace(candidate.mesh, microbatches=1, replicas=1)
-        if sizes == replace(chosen.mesh, microbatches=1):
-            continue
-        old = by_sizes.get(sizes)
-        if old is None or (not candidate.fits, _rank(candidate)) < (not old.fits, _rank(old)):
-            by_sizes[sizes] = candidate
-    return tuple(sorted(by_sizes.values(), key=lambda c: (not c.fits, _rank(c))))

@@ -23,6 +23,8 @@ def rendered(**changes):
         "optimizer": "adamw",
         "precision": "fp32",
         "cluster_overrides": {},
+        "schedule": "1f1b",
+        "zero": 0,
         "model": SimpleNamespace(path="../gpt.py", name="build", arguments={"preset": "tiny", "dropout": 0.1}),
     }
     inputs = (SimpleNamespace(name="ids", batch_dim=0), SimpleNamespace(name="scale", batch_dim=None))
