@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from math import gcd, isqrt
+from math import gcd, inf, isqrt
 
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.errors import AutoparError
@@ -18,7 +18,7 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
-from ..schedules import get_schedule, in_flight, schedule_names
+from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import AXES, Axis, Mesh
 from .batch import BatchSplit, splits_evenly
 from .prices import local_work
@@ -342,7 +342,7 @@ def _scalar_parameters(graph: ModelGraph) -> list[str]:
 
 
 def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
-    """The pipelines that can run a model of so many pieces, those that keep fewer activations first."""
+    """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
     for name in schedule_names() if pins.schedule is None else (pins.schedule,):
         schedule = get_schedule(name)
@@ -356,7 +356,8 @@ def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint
 
     def kept(pipeline: Pipeline) -> tuple[int, float, str]:
         name, stages = pipeline
-        return stages, in_flight(name, mesh.pp, mesh.microbatches, stages)[0] / stages, name
+        closed_form = get_schedule(name).in_flight if stages == 1 else None
+        return stages, inf if closed_form is None else closed_form(0, mesh.pp, mesh.microbatches), name
 
     return sorted(found, key=kept)
 

@@ -269,13 +269,13 @@ class Evaluator:
             return self.prices.send_seconds(size // self.mesh.tp, edge) + gathered
         return self.prices.send_seconds(size, edge)
 
-    def least_seconds(self) -> float:
-        """No cut, schedule or policy of these placements gives a faster step: all ranks busy with the units alone."""
+    def least_seconds(self, recompute: bool | str = "none") -> float:
+        """No cut or schedule of these placements gives a faster step: all ranks busy with the units alone."""
         kinds = self._unit_kinds
         through = sum(
             count * (cost.forward.total + cost.backward.total)
             for index, count in kinds
-            for cost in (self.unit(index, recompute="none"),)
+            for cost in (self.unit(index, recompute=recompute),)
         )
         slower = slowest_of_nodes(self.mesh, self.prices.cluster)
         return through * self.mesh.microbatches / self.mesh.pp * slower

@@ -39,6 +39,7 @@ class Placer:
     solved: int = 0  # programs
     spent: int = 0  # choices of all of them
     labellings: list[Placements] = field(default_factory=list)  # without the microbatch axis
+    lean: set[int] = field(default_factory=set)  # those labellings that only a price of memory has given
 
     def __post_init__(self) -> None:
         self._solutions: dict[tuple[Mesh, float], Placements | str] = {}
@@ -57,7 +58,7 @@ class Placer:
         if key not in self._solutions:
             self._solutions[key] = found = self._place(alone, seconds_per_byte)
             if not isinstance(found, str):
-                self._remember(found)
+                self._remember(found, is_lean=seconds_per_byte > 0)
         return self._solutions[key]
 
     def is_solved(self, mesh: Mesh) -> bool:
@@ -120,13 +121,17 @@ class Placer:
 
     # --- taken over ---
 
-    def _remember(self, placements: Placements) -> None:
+    def _remember(self, placements: Placements, *, is_lean: bool) -> None:
         plain = tuple(
             {name: rest for name, labels in placement.items() if (rest := _without(labels, MICROBATCH))}
             for placement in placements
         )
         if plain not in self.labellings:
             self.labellings.append(plain)
+            if is_lean:
+                self.lean.add(len(self.labellings) - 1)
+        elif not is_lean:
+            self.lean.discard(self.labellings.index(plain))
 
     def known(self, mesh: Mesh, since: int = 0) -> Iterator[int]:
         """Labellings that other meshes have found and this one may take, from the `since`-th on, each once."""

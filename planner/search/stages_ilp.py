@@ -43,7 +43,8 @@ from .placements_ilp import run_solver
 
 _SCALE = 1e6  # microseconds
 _ROUNDING = 1e-12  # of sums of seconds
-_MOST_BINARIES = 2000  # of a program that is solved for several stages per rank
+_FEW_BINARIES = 200  # of a program that is solved for several stages per rank
+_MOST_BINARIES = 2000  # of one for ranks that differ
 _NEGLIGIBLE = 1e-3  # of a step
 _MOST_COLUMNS = 500  # of a program that is solved for one stage per rank
 
@@ -113,7 +114,7 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
         ends = cut_evenly(replace(cutting, room_bytes=inf))
         if objective(cutting, ends) < inf:
             return ends
-        if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
+        if cutting.num_stages * len(cutting.seconds) > _FEW_BINARIES:
             raise NoAssignment
         return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
     ends = cut_evenly(cutting)

@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from ..capture.graph import Arg, Symbol, TensorType
+from ..capture.light_torch import light_meta
 from ..sharding.mesh import Axis
 from ..sharding.placement import local_type
 from ..sharding.program import Compute, Convert, TemplateProgram, Var
@@ -154,7 +155,7 @@ def _layouts(call: Call, operands: tuple[tuple[str, Shape, Strides], ...]) -> tu
             return {"training": True, "device": torch.device("meta")}.get(arg.kind) or getattr(torch, arg.name)
         return arg
 
-    with torch.no_grad():
+    with torch.no_grad(), light_meta():
         made = function(*map(real, call.args), **{key: real(arg) for key, arg in call.kwargs})
     owners = {tensor.untyped_storage()._cdata: i for i, tensor in reversed(list(enumerate(given)))}
     results = made if isinstance(made, list | tuple) else (made,)

@@ -82,6 +82,7 @@ class _Sweep:
     useless: dict[str, None] = field(default_factory=dict, init=False)
     best_seconds: float = field(default=inf, init=False)
     tried: set[tuple[Mesh, int]] = field(default_factory=set, init=False)  # with labellings
+    roomy: set[Mesh] = field(default_factory=set, init=False)  # meshes on which the quickest placements fit
     leanest: dict[Mesh, int] = field(default_factory=dict, init=False)  # bytes under the leanest policy
     estimates: dict[Mesh, float] = field(default_factory=dict, init=False)  # seconds of the best labelling known
     _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
@@ -127,7 +128,7 @@ class _Sweep:
         if not self._fitting():
             self._add_leanest([mesh for mesh in everything if mesh not in bounds])
             self._refuse()
-        baselines = tuple(self._baselines(everything, bounds))
+        baselines = tuple(self._baselines(everything))
         chosen = min(self._fitting(), key=rank)
         if proven is not None:
             lowest, is_complete = proven.bound_seconds, proven.is_complete
@@ -224,10 +225,12 @@ class _Sweep:
                 new = entries[-len(alike[kind]) :]
                 for _, _, mesh, labelling in new[:: max(1, len(new) // _FIRST_TRIES)]:
                     self._try(mesh, labelling)
-        for position, (least, _, mesh, labelling) in enumerate(sorted(entries)):
-            if least >= self.best_seconds or self._is_late():
+        # Labellings that spare memory come last: they are for meshes on which the quickest does not fit.
+        ordered = sorted(entries, key=lambda entry: (entry[3] in self.placer.lean, entry))
+        for position, (least, _, mesh, labelling) in enumerate(ordered):
+            if self._is_late():
                 break
-            if bounds[mesh] < self.best_seconds:
+            if max(least, bounds[mesh]) < self.best_seconds:
                 self.progress(f"pricing mesh {position + 1} of {len(entries)}")
                 self._try(mesh, labelling)
 
@@ -250,7 +253,10 @@ class _Sweep:
 
     def _try(self, mesh: Mesh, labelling: int) -> None:
         """Price what another mesh has found."""
+        is_lean = labelling in self.placer.lean
         if (mesh, labelling) in self.tried or not self.placer.may_take(mesh, labelling):
+            return
+        if is_lean and mesh in self.roomy:
             return
         self.tried.add((mesh, labelling))
         try:
@@ -262,6 +268,8 @@ class _Sweep:
         priced = self._best_of(every)
         leanest = min(candidate.cost.memory_bytes for candidate in every)
         self.leanest[mesh] = min(self.leanest.get(mesh, leanest), leanest)
+        if priced[0].fits and not is_lean:
+            self.roomy.add(mesh)
         if priced[0].fits:
             self.estimates[mesh] = min(self.estimates.get(mesh, inf), priced[0].cost.step_seconds)
         self._add(priced)
@@ -330,14 +338,14 @@ class _Sweep:
                 return
             self.found.extend(self._solve(mesh, once=True))
 
-    def _baselines(self, every: list[Mesh], hopeful: Mapping[Mesh, float]) -> Iterator[tuple[str, Candidate]]:
+    def _baselines(self, every: list[Mesh]) -> Iterator[tuple[str, Candidate]]:
         """One axis only, whatever its bound: people ask. They are runner-ups like the others."""
         gpus = self.setting.gpus
         for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
             if not any(candidate.outer in same for candidate in self.found):
                 for mesh in same[:1] if time.monotonic() < self.deadline else ():
-                    self.found.extend(self._solve(mesh, once=mesh not in hopeful))
+                    self.found.extend(self._solve(mesh, once=True))
             priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
                 best = min(priced, key=lambda candidate: (not candidate.fits, rank(candidate)))
@@ -402,7 +410,7 @@ class _Sweep:
             new = self._priced(mesh, placements)
             candidates.extend(new)
             # Once the quickest policy fits, memory is no longer what decides.
-            if once or min(new, key=rank).fits:
+            if once or not new or min(new, key=rank).fits:
                 break
         return self._best_of(candidates)
 
@@ -425,6 +433,8 @@ class _Sweep:
         pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
         for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
+            if found and evaluators[shardings[0][1]].least_seconds(checkpoint) >= self.best_seconds:
+                break  # recomputation only costs time
             for zero, replicas in shardings:
                 tried: list[Candidate] = []
                 for pipeline in self._pipelines(mesh, zero, checkpoint):
@@ -432,7 +442,7 @@ class _Sweep:
                         tried.extend(self._candidate(evaluators[replicas], pipeline, zero, checkpoint))
                 found.extend(tried)
             if any(candidate.fits for candidate in found):
-                break  # recomputation only costs time
+                break
         return found
 
     def _evaluator(self, mesh: Mesh, placements: Placements) -> Evaluator:
@@ -456,10 +466,8 @@ class _Sweep:
             return True
         if not any(candidate.fits for candidate in tried):
             return False
-        mesh = evaluator.mesh
-        units = [evaluator.unit(i, recompute=checkpoint) for i in range(1, len(self.space.graph.units))]
-        floor = mesh.microbatches / mesh.pp * sum(unit.forward.total + unit.backward.total for unit in units)
-        return floor < min(candidate.cost.step_seconds for candidate in (*tried, *self.found) if candidate.fits)
+        best = min(self.best_seconds, *(candidate.cost.step_seconds for candidate in tried if candidate.fits))
+        return evaluator.least_seconds(checkpoint) < best
 
     def _candidate(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> Iterator[Candidate]:
         stages = self._cut(evaluator, pipeline, zero, checkpoint)

@@ -102,7 +102,7 @@ def spare_buffers(block: nn.Module) -> Iterator[None]:
 _NOTHING_KEPT = "    contexts = nullcontext(), spare_buffers(block)"
 _RESULTS_KEPT = """\
     first, again = keep_results()
-    contexts = first, both(again, spare_buffers(block))"""
+    contexts = first, both(spare_buffers(block), again)"""
 _BOTH = """
 
 
