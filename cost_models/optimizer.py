@@ -30,10 +30,10 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "sgd": Optimizer(name="sgd", states=0, passes=6),
 }
 
-# Host work per DTensor parameter of clip, AdamW's step (foreach) and zeroing, in launches of an eager kernel.
-# Source: measured, torch 2.13, CPU: 150 to 220 us a tensor of 4 elements where an eager kernel with its backward takes
-# 10 us (plain tensors: 40 to 80 us).
-_HOST_LAUNCHES_PER_TENSOR = 16
+# Host work per parameter of clip, AdamW's step (foreach) and zeroing, in launches of an eager kernel: a DTensor's, and a
+# plain tensor's. Source: measured, torch 2.13, CPU: 150 to 220 us and 40 to 80 us a tensor of 4 elements, where an eager
+# kernel with its backward takes 10 us.
+_HOST_LAUNCHES_PER_DTENSOR, _HOST_LAUNCHES_PER_TENSOR = 16, 6
 
 
 def get_optimizer(name: str) -> Optimizer:
@@ -62,4 +62,5 @@ def optimizer_seconds(
         return sum(costs.seconds(parameter_bytes, num_tensors=num_tensors, sharded=sharded) for costs in measured)
     traffic = get_optimizer(optimizer).passes * parameter_bytes
     device = traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
-    return max(device, num_tensors * _HOST_LAUNCHES_PER_TENSOR * gpu.launch_seconds)
+    launches = _HOST_LAUNCHES_PER_DTENSOR if sharded else _HOST_LAUNCHES_PER_TENSOR
+    return max(device, num_tensors * launches * gpu.launch_seconds)
