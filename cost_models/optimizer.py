@@ -30,9 +30,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "sgd": Optimizer(name="sgd", states=0, passes=6),
 }
 
-# Host work per parameter of clip, AdamW's step (foreach) and zeroing, in launches of an eager kernel: a DTensor's, and a
-# plain tensor's. Source: measured, torch 2.13, CPU: 150 to 220 us and 40 to 80 us a tensor of 4 elements, where an eager
-# kernel with its backward takes 10 us.
+# Host work per parameter of clip, AdamW's step (foreach) and zeroing, in launches of an eager kernel: a DTensor's, and
+# a plain tensor's. Source: measured, torch 2.13, CPU: 150 to 220 us and 40 to 80 us a tensor of 4 elements, where an
+# eager kernel with its backward takes 10 us.
 _HOST_LAUNCHES_PER_DTENSOR, _HOST_LAUNCHES_PER_TENSOR = 16, 6
 
 
