@@ -21,6 +21,7 @@ from ..capture.graph import Kind, ModelGraph
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import AXES, Axis, Mesh
 from .batch import BatchSplit, splits_evenly
+from .host_seconds import holds_dtensors
 from .prices import local_work
 from .problem import Rules, Space, operation_options, reads_matrix
 from .step_uses import splits
@@ -163,7 +164,9 @@ def bound_seconds(
     through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds + actions)
     share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.dp if shards else 1))
     fullest = least_largest(whole.tensors_by_unit, mesh.pp)
-    update = optimizer_seconds(share, cluster.gpu, optimizer=optimizer, num_tensors=fullest)
+    update = optimizer_seconds(
+        share, cluster.gpu, optimizer=optimizer, num_tensors=fullest, sharded=holds_dtensors(mesh, 0)
+    )
     started = cluster.gpu.pipeline_step_seconds if mesh.pp > 1 else 0.0
     return started + through * pipeline_factor(mesh, fills=fills) + update
 

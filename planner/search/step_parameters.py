@@ -21,6 +21,7 @@ from ..sharding.mesh import SPLIT_AXES
 from ..sharding.placement import SUMMED_GRADIENT
 from .assignment import Choice
 from .held_parameters import HeldParameter, held_dims, held_shape, padded_bytes
+from .host_seconds import holds_dtensors
 from .linear import Linear, add, scaled, sum_of
 from .prices import Prices, accumulated_bytes
 from .problem import state_of
@@ -111,10 +112,14 @@ class StepParameters:
         probe = 1 << 30
         rate = optimizer_seconds(probe, gpu, optimizer=self.optimizer) / probe
         device = add(scaled(stored, rate / self._updating() * SCALE), {None: -rate * SCALE})
-        host: Linear = {
-            None: optimizer_seconds(0, gpu, optimizer=self.optimizer, num_tensors=self._num_tensors(parameters)) * SCALE
-        }
-        add(once, self.columns.largest("O", (device, host)))
+        launched = optimizer_seconds(
+            0,
+            gpu,
+            optimizer=self.optimizer,
+            num_tensors=self._num_tensors(parameters),
+            sharded=holds_dtensors(mesh, self.zero or 0),
+        )
+        add(once, self.columns.largest("O", (device, {None: launched * SCALE})))
         return accumulation, once
 
     def _exposed(self, members: Sequence[tuple[int, int, str]]) -> Linear:
