@@ -55,6 +55,9 @@ def problem(seed: int):
         gpus, mesh = 4, {"dp": 4}
     parts = 4 if graph.batch_size > 4 else rng.choice((2, 4))
     size = None if graph.batch_size <= 4 and rng.random() < 0.3 else max(1, graph.batch_size // parts)
+    share = graph.batch_size // mesh.get("dp", 1)
+    if size and share % size:
+        size = share  # else no plan can be
     return graph, gpus, Pins(mesh=mesh, microbatch_size=size)
 
 
