@@ -24,7 +24,7 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
     mesh = ",".join(f"{name}={size}" for name, size in least.mesh.written.items())
     where = "rank" if len(least.stages) > least.mesh.pp else "stage"
-    nearest = next(_changes(setting, least), None)
+    nearest = next(_changes(setting), None)
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",
         where=f"{where} {rank} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
@@ -33,8 +33,8 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     )
 
 
-def _changes(setting: Setting, least: Candidate) -> Iterator[str]:
-    """Changes that fit, the smallest first: searched, but for the batch, whose activations are scaled."""
+def _changes(setting: Setting) -> Iterator[str]:
+    """Changes that fit, the smallest first, each searched."""
     pins = setting.pins
     for name, text in (
         ("activation_checkpoint", "activation checkpointing"),
@@ -54,21 +54,6 @@ def _changes(setting: Setting, least: Candidate) -> Iterator[str]:
         if _fits(replace(setting, gpus=gpus, pins=free)):
             yield f"use {gpus} GPUs"
         factor *= 2
-
-
-def _smaller_batch(setting: Setting, least: Candidate) -> Iterator[str]:
-    """The largest batch that the same plan holds, where all of its activations are alive at once."""
-    mesh, batch = least.mesh, setting.graph.batch_size
-    if mesh.microbatches > 1 and least.schedule != "gpipe":
-        return
-    fullest = max(least.cost.rank_memory, key=lambda memory: memory["total"])
-    moving = fullest["activations"] + fullest["temporary"]
-    for size in range(batch - 1, 0, -1):
-        if batch % size or size % mesh.dp or (mesh.microbatches > 1 and batch // size > mesh.microbatches):
-            continue
-        if fullest["total"] - moving * (1 - size / batch) <= setting.cluster.gpu.hbm_bytes:
-            yield f"use a batch of {size}, by the size of its activations"
-            return
 
 
 def _fits(setting: Setting) -> bool:

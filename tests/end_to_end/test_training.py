@@ -79,11 +79,16 @@ def test_eight_ranks_learn_like_one_process(tmp_path, expected):
     assert losses[1] - losses[STEPS] > 1.0
 
 
+SEVERAL_STAGES = {"mesh": {"pp": 2, "dp": 2, "tp": 1}, "schedule": "interleaved", "stages_per_rank": 2}
+
+
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}], ids=str)
-def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, expected, mesh, zero):
+@pytest.mark.parametrize(
+    "pins", [{"mesh": {"pp": 2, "dp": 2, "tp": 1}}, {"mesh": {"pp": 1, "dp": 2, "tp": 2}}, SEVERAL_STAGES], ids=str
+)
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, expected, pins, zero):
     package, checkpoints = tmp_path / "package", tmp_path / "checkpoints"
-    emit(package, gpus=4, mesh=mesh, zero=zero)
+    emit(package, gpus=4, zero=zero, **pins)
     first = train(package, "--steps", "3", "--checkpoint-dir", str(checkpoints))
     assert [path.name for path in checkpoints.iterdir()] == ["step-3"]
     second = train(package, "--steps", "6", "--checkpoint-dir", str(checkpoints), "--resume")
