@@ -64,6 +64,10 @@ SOFTWARE = {
 }
 
 
+# Sources that compare frameworks name behind the model, in parentheses, which one ran: framework -> stack.
+_COMPARED = {"megatron": "megatron-2021-whole"}
+
+
 class CannotExpress(Exception):
     """Why a row has no prediction."""
 
@@ -169,9 +173,8 @@ def _stack(row: Row, software: Software) -> Stack:
     # Runs after this date accumulate bf16 gradients in float32. Source: the notes of the runs.
     if match := re.search(r"src date (\d\d)-(\d\d)", row.notes):
         name += "-float32" if (int(match[1]), int(match[2])) >= (2, 28) else ""
-    # The comparison names the other framework in parentheses.
-    if row.family == "oneflow" and "(megatron)" in row.model:
-        name = "megatron-2021-whole"
+    if match := re.search(r"\((\w+)\)$", row.model):
+        name = _COMPARED.get(match[1], name)
     if "pure" in row.precision:
         name += "-pure"
     if row.compiled.startswith("yes") and (_STACKS / f"{name}-compiled.toml").exists():
