@@ -20,7 +20,8 @@ class HeldTensor:
 
     `splits` are its placements on the axes that split it (ep, tp). A split in groups is held with the groups as a dim
     of their own, so that it is a plain Shard(`shard_dim`); `fused_dim` is the dim to flatten with the next one for the
-    user's shape. `partial`: axes over which its gradient is a partial sum until the end of the step.
+    user's shape. A parameter without dims is held with one, so that FSDP2 can split it.
+    `partial`: axes over which its gradient is a partial sum until the end of the step.
     `shares_gradient`: autograd may hand it a gradient that is another tensor's memory.
     """
 
@@ -51,6 +52,8 @@ class HeldTensor:
     def shape(self) -> tuple[int, ...]:
         """Global shape as held."""
         shape = self.type.shape
+        if not shape and not self.is_buffer:
+            return (1,)
         if self._fused is None:
             return shape
         dim, groups = self._fused.dim, self._fused.groups

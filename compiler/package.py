@@ -11,7 +11,6 @@ from ..planner.driver import program_of
 from ..planner.errors import AutoparError
 from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json, rounded
-from ..planner.search.candidates import zero_stages
 from ..planner.search.split_backward import loses_weights
 from .exporters.pytorch import Provenance, options_of, render_files
 from .launchers.torchrun import render_training
@@ -26,12 +25,6 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
     Raises:
         AutoparError: the plan does not fit the model, or holds something that cannot be written.
     """
-    if plan.zero not in zero_stages(graph) and plan.mesh["dp"] > 1:
-        raise AutoparError(
-            f"zero={plan.zero} cannot be written: the model has a parameter without dimensions",
-            where="plan.json: zero",
-            fix="use zero 0, or give the parameter the shape (1,)",
-        )
     plan = rounded(plan)  # emitted again from the file it is the same text
     model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
     options = options_of(plan)

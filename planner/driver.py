@@ -126,7 +126,7 @@ def plan_graph(
     graph: ModelGraph, request: PlanRequest, cluster: Cluster, progress: Callable[[str], None] | None = None
 ) -> Planned:
     """Search the plan of a captured graph."""
-    from .search.candidates import Pins, zero_stages
+    from .search.candidates import Pins
     from .search.infeasible import explain
     from .search.sweep import NothingFits, Setting, search
 
@@ -138,7 +138,6 @@ def plan_graph(
         zero=request.zero,
         activation_checkpoint=request.activation_checkpoint,
         zero_shard_size=request.zero_shard_size,
-        zero_stages=zero_stages(graph),
     )
     pins.check()
     setting = Setting(

@@ -43,7 +43,6 @@ class Pins:
     zero: int | None = None
     activation_checkpoint: str | None = None
     zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
-    zero_stages: tuple[int, ...] = ZERO_STAGES  # those that the model's parameters allow
 
     def check(self) -> None:
         """Refuse values that no plan can have.
@@ -286,15 +285,10 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
     if pieces > num_cuttable(graph):
         each = f" with {pins.stages_per_rank} stages per rank" if pieces > pp else ""
         return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
-    if pins.zero and pins.zero not in pins.zero_stages:
-        return f"zero={pins.zero} cannot split {_scalar_parameters(graph)[0]}, a parameter without dimensions"
     if pins.zero and dp == 1:
         return f"zero={pins.zero} splits over dp, and dp=1"
     if pins.zero_shard_size is not None and dp % pins.zero_shard_size:
         return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}"
-    if pins.zero_shard_size is not None and max(pins.zero_stages) < 2:
-        scalar = _scalar_parameters(graph)[0]
-        return f"zero-shard-size={pins.zero_shard_size} needs ZeRO-2 or 3, which cannot split {scalar}"
     if pins.schedule == "none" and pp > 1:
         return f"schedule none has one stage, and pp={pp}"
     if pins.schedule not in (None, "none") and pp == 1:
@@ -333,15 +327,6 @@ def _splits_evenly(space: Space, batch: BatchSplit, parts: int) -> bool:
     if parts not in known:
         known[parts] = splits_evenly(space, batch.placements or (), Mesh(dp=parts))
     return known[parts]
-
-
-def zero_stages(graph: ModelGraph) -> tuple[int, ...]:
-    """The ZeRO stages that can be emitted: FSDP2 splits dim 0, which scalar parameters lack."""
-    return (0, 1) if _scalar_parameters(graph) else ZERO_STAGES
-
-
-def _scalar_parameters(graph: ModelGraph) -> list[str]:
-    return [name for name, info in graph.tensors.items() if not info.is_buffer and not info.type.shape]
 
 
 def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
@@ -396,7 +381,7 @@ def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     """ZeRO stages."""
     if pins.zero is not None:
         return (pins.zero,)
-    return pins.zero_stages if mesh.dp > 1 else (0,)
+    return ZERO_STAGES if mesh.dp > 1 else (0,)
 
 
 def _divisors(number: int) -> list[int]:

@@ -35,7 +35,10 @@ class HeldParameter:
 
 
 def held_shape(value: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Local shape of a parameter; S(dim; groups) is held as a plain split of (..., groups, rest, ...)."""
+    """Local shape of a parameter; S(dim; groups) is held as a plain split of (..., groups, rest, ...).
+
+    A parameter without dims is held with one, so that ZeRO splits it like every other.
+    """
     sizes = list(value.shape)
     groups_of: dict[int, int] = {}
     for name in PARAMETER_AXES:
@@ -47,7 +50,7 @@ def held_shape(value: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]
     for dim, size in enumerate(sizes):
         groups = groups_of.get(dim, 1)
         shape += [size] if groups == 1 else [groups, size // groups]
-    return tuple(shape)
+    return tuple(shape) or (1,)
 
 
 def held_dims(layout: Layout) -> frozenset[int]:
@@ -86,7 +89,7 @@ def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldP
             if fqn not in used and not info.is_buffer:
                 found[fqn] = HeldParameter(
                     fqn=fqn,
-                    shape=info.type.shape,
+                    shape=held_shape(info.type, {}, program.mesh),
                     dtype=info.type.dtype,
                     trainable=False,
                     partial=frozenset(),

@@ -47,7 +47,7 @@ def _changes(setting: Setting) -> Iterator[str]:
             yield f"let {text} free (not pinned)"
     if pins.mesh and _fits(replace(setting, pins=replace(pins, mesh={}))):
         yield "let the mesh free (not pinned)"
-    free = Pins(mesh={}, zero_stages=setting.pins.zero_stages)
+    free = Pins(mesh={})
     factor = 2
     while factor <= _MOST_GPUS_FACTOR:
         gpus = setting.gpus * factor

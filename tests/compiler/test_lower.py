@@ -168,3 +168,10 @@ def test_a_grouped_split_is_held_as_a_plain_shard() -> None:
         is_buffer=False, persistent=True,
     )  # fmt: skip
     assert (held.shape, held.shard_dim("tp"), held.fused_dim) == ((3, 4, 8), 1, 0)
+
+
+def test_a_parameter_without_dims_is_held_with_one() -> None:
+    value = TensorType(shape=(), requires_grad=True)
+    held = HeldTensor(fqn="scale", type=value, splits=(), is_buffer=False, persistent=True)
+    assert (held.shape, held.fused_dim) == ((1,), None)
+    assert HeldTensor(fqn="count", type=value, splits=(), is_buffer=True, persistent=True).shape == ()

@@ -111,23 +111,6 @@ def test_gpt_gets_column_and_row_splits_sequence_parallelism_and_a_split_vocabul
     assert found.placements[block.name]["x"]["tp"] == "S(1)"
 
 
-def test_a_scalar_parameter_stays_whole(tmp_path):
-    (tmp_path / "net.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        self.up = nn.Linear(8, 16)\n"
-        "        self.scale = nn.Parameter(torch.tensor(1.0))\n"
-        "    def forward(self, x):\n        return (self.up(x) * self.scale.exp()).square().mean()\n\n\n"
-        "def example_inputs(batch_size: int = 8):\n    return (torch.randn(batch_size, 8),)\n"
-    )
-    request = PlanRequest(model=str(tmp_path / "net.py"), gpus=2, mesh={"dp": 2})
-    planned = make_plan(request)
-    assert planned.plan.zero == 0
-    with pytest.raises(AutoparError, match="zero=3 cannot split scale"):
-        make_plan(replace(request, zero=3))
-    with pytest.raises(AutoparError, match="zero=2 cannot be written"):
-        render_package(replace(planned.plan, zero=2), planned.graph)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "pair"), [(100, "S(0)"), (32, "S(1)")])
 def test_tables_are_split_by_rows_where_features_do_not_divide(rank, pair):

@@ -83,11 +83,12 @@ def handle_lines(modules: Modules, lines: Sequence[str]) -> Iterator[str]:
 
 def class_data(modules: Modules, held: Mapping[str, HeldTensor]) -> list[str]:
     """What the functions at the end of the file need to know of a module's own tensors."""
-    fused = {path: tensor.fused_dim for path, tensor in held.items() if tensor.fused_dim is not None}
+    reshaped = {path: tensor.type.shape for path, tensor in held.items() if tensor.shape != tensor.type.shape}
     text: list[str] = []
-    if fused:
-        text.append("    # Held with the parts of this dim as a dim of their own; checkpoints have the two flattened.")
-        text += layout(f"fused = {{{', '.join(f'{quote(p)}: {d}' for p, d in fused.items())}}}", "    ")
+    if reshaped:
+        shapes = ", ".join(f"{quote(path)}: {literal(shape)}" for path, shape in reshaped.items())
+        text.append("    # The user's shapes of these: they are held with a dim more, along which they are split.")
+        text += layout(f"user_shapes = {{{shapes}}}", "    ")
     for axis in modules.reduced_axes:
         partial = [path for path, tensor in held.items() if axis in tensor.partial]
         if partial and not modules.is_all_partial(axis):

@@ -205,8 +205,8 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         tied=modules.has_ties and max(modules.tie_ranks) > 1,
         several=modules.has_several_stages,
     )
-    fused = any(tensor.fused_dim is not None for stage in model.stages for tensor in stage.tensors)
-    yield module_functions.state_dicts(distributed=modules.has_dtensors, shards=modules.has_shards, fused=fused)
+    reshaped = any(tensor.shape != tensor.type.shape for stage in model.stages for tensor in stage.tensors)
+    yield module_functions.state_dicts(distributed=modules.has_dtensors, shards=modules.has_shards, reshaped=reshaped)
     if mesh.microbatches > 1:
         yield step_functions.split_microbatches(groups=has_groups(modules))
     if modules.is_pipeline:

@@ -253,8 +253,9 @@ def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
     return groups'''
 
 
-def state_dicts(*, distributed: bool, shards: bool, fused: bool) -> str:
-    """`shards`: parameters are read from and written to the parts that the optimizer has."""
+def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
+    """`shards`: parameters are read from and written to the parts that the optimizer has. `reshaped`: some are held in
+    another shape than the user's."""
     holder = "optimized(stage)" if shards else "stage"
     every = f"for name, tensor in [*{holder}.named_parameters(), *{holder}.named_buffers()]:"
     put = ["            value = full[name].reshape(tensor.shape).to(tensor.device, tensor.dtype)"]
@@ -271,10 +272,10 @@ def state_dicts(*, distributed: bool, shards: bool, fused: bool) -> str:
             "        if isinstance(value, DTensor):",
             "            value = value.full_tensor()",
         ]
-    if fused:
+    if reshaped:
         get += [
-            "        if name in fused:",
-            "            value = value.flatten(fused[name], fused[name] + 1)",
+            "        if name in shapes:",
+            "            value = value.reshape(shapes[name])",
         ]
     get += ["        full[name] = value"]
     lines = [
@@ -291,12 +292,12 @@ def state_dicts(*, distributed: bool, shards: bool, fused: bool) -> str:
         "def full_state_dict(stage: nn.Module) -> dict[str, torch.Tensor]:",
         '    """Parameters and buffers of this stage, whole on every rank, by the user\'s names and shapes."""',
     ]
-    if fused:
+    if reshaped:
         lines += [
-            "    fused = {",
-            '        f"{prefix}.{name}".lstrip("."): dim',
+            "    shapes = {",
+            '        f"{prefix}.{name}".lstrip("."): shape',
             "        for prefix, module in stage.named_modules()",
-            '        for name, dim in getattr(module, "fused", {}).items()',
+            '        for name, shape in getattr(module, "user_shapes", {}).items()',
             "    }",
         ]
     lines += [

@@ -138,6 +138,8 @@ def reading(tensor: HeldTensor, path: str, wanted: Layout, handles: Mapping[str,
         text = f"own_gradient({text})"
     if tensor.fused_dim is not None:
         text = f"{text}.flatten({tensor.fused_dim}, {tensor.fused_dim + 1})"
+    elif len(tensor.shape) > len(tensor.type.shape):
+        text = f"{text}.squeeze(0)"
     if tensor.type.requires_grad:
         for axis in tensor.partial:
             if wanted.get(axis) != SUMMED_GRADIENT:
