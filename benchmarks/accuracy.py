@@ -24,6 +24,7 @@ from accuracy.rows import Row, read_rows
 from accuracy.scores import FamilyScore, Result, family_scores
 from accuracy.setups import CannotExpress, setup_of
 from autopar.cost_models.errors import AutoparError
+from autopar.cost_models.hardware.toml_file import nearest
 from autopar.cost_models.units import GIB
 
 _USAGE_ERROR = 2
@@ -62,6 +63,7 @@ def as_json(results: Sequence[Result], scores: dict[str, FamilyScore]) -> str:
             "id": r.row.id,
             "family": r.row.family,
             "reason": r.reason,
+            "contaminated": r.row.contaminated,
             "measured_seconds": r.row.measured_seconds,
             "predicted_seconds": r.predicted_seconds,
             "error_percent": r.error_percent,
@@ -72,6 +74,7 @@ def as_json(results: Sequence[Result], scores: dict[str, FamilyScore]) -> str:
             "microbatch": r.microbatch,
             "interleave": r.interleave,
             "spread_percent": r.spread_percent,
+            "memory_error_percent": r.memory_error_percent,
         }
         for r in results
     ]
@@ -81,12 +84,14 @@ def as_json(results: Sequence[Result], scores: dict[str, FamilyScore]) -> str:
 def as_table(results: Sequence[Result], scores: dict[str, FamilyScore], *, with_rows: bool) -> str:
     """The same for people."""
     lines = [
-        f"{'family':<17}{'n':>4}{'MAPE %':>8}{'bias %':>8}{'max %':>8}{'mem n':>6}{'mem %':>7}{'OOM':>6}"
+        f"{'family':<20}{'n':>4}{'MAPE %':>8}{'bias %':>8}{'max %':>8}{'clean n':>8}{'MAPE %':>8}{'mem n':>6}"
+        f"{'mem %':>7}{'OOM':>6}"
         f"{'runs':>6}{'sweeps':>7}{'regret':>7}{'tau':>6}{'out':>5}"
     ]
     for name, s in scores.items():
         lines.append(
-            f"{name:<17}{s.n:>4}{_text(s.mape_percent):>8}{_text(s.bias_percent):>8}{_text(s.max_percent):>8}"
+            f"{name:<20}{s.n:>4}{_text(s.mape_percent):>8}{_text(s.bias_percent):>8}{_text(s.max_percent):>8}"
+            f"{s.clean_n:>8}{_text(s.clean_mape_percent):>8}"
             f"{s.memory_n:>6}{_text(s.memory_mape_percent):>7}{_text(s.oom_correct_fraction, 2):>6}"
             f"{_text(s.feasible_correct_fraction, 2):>6}{s.sweeps:>7}{_text(s.regret_percent_mean):>7}"
             f"{_text(s.kendall_tau, 2):>6}{s.not_expressed:>5}"
@@ -123,7 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         rows = read_rows(given.runs)
-        wanted = set(given.only.split(",")) if given.only else {row.family for row in rows}
+        families = {row.family for row in rows}
+        wanted = set(given.only.split(",")) if given.only else families
+        if unknown := sorted(wanted - families):
+            raise AutoparError(
+                f"no row is of family {', '.join(unknown)}", where=str(given.runs), fix=nearest(unknown[0], families)
+            )
         results = results_of([row for row in rows if row.family in wanted], _progress)
     except AutoparError as error:
         print(error, file=sys.stderr)

@@ -40,14 +40,20 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyScore:
-    """None: the family has no such measurement."""
+    """None: the family has no such measurement. `clean_*`: without the rows that are marked as contaminated."""
 
     n: int
     mape_percent: float | None
     bias_percent: float | None
     max_percent: float | None
+    clean_n: int
+    clean_mape_percent: float | None
+    clean_bias_percent: float | None
+    clean_max_percent: float | None
     memory_n: int
     memory_mape_percent: float | None
+    clean_memory_n: int
+    clean_memory_mape_percent: float | None
     oom_correct_fraction: float | None
     feasible_correct_fraction: float | None
     sweeps: int
@@ -57,27 +63,55 @@ class FamilyScore:
 
 
 def family_scores(results: Sequence[Result]) -> dict[str, FamilyScore]:
-    """Every family, in order of first appearance."""
+    """Every family, in order of first appearance; its rows with products of 8 bits apart, as "NAME fp8"."""
     by_family: dict[str, list[Result]] = {}
     for result in results:
-        by_family.setdefault(result.row.family, []).append(result)
+        name = f"{result.row.family} fp8" if result.row.has_float8 else result.row.family
+        by_family.setdefault(name, []).append(result)
     return {family: _score(mine) for family, mine in by_family.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    values: tuple[float, ...]
+
+    def mape(self) -> float | None:
+        return mean(map(abs, self.values)) if self.values else None
+
+    def bias(self) -> float | None:
+        return mean(self.values) if self.values else None
+
+    def largest(self) -> float | None:
+        return max(self.values, key=abs) if self.values else None
+
+
 def _score(results: Sequence[Result]) -> FamilyScore:
-    errors = [e for e in (result.error_percent for result in results) if e is not None]
-    memory = [e for e in (result.memory_error_percent for result in results) if e is not None]
+    clean_results = [result for result in results if not result.row.contaminated]
+    errors, clean = (
+        _Errors(tuple(e for e in (result.error_percent for result in some) if e is not None))
+        for some in (results, clean_results)
+    )
+    memory, clean_memory = (
+        _Errors(tuple(e for e in (result.memory_error_percent for result in some) if e is not None))
+        for some in (results, clean_results)
+    )
     called = [result for result in results if result.fits is not None]
     oom = [not result.fits for result in called if result.row.ran_out_of_memory]
     ran = [bool(result.fits) for result in called if result.row.measured_seconds]
     sweeps = _sweeps(results)
     return FamilyScore(
-        n=len(errors),
-        mape_percent=mean(map(abs, errors)) if errors else None,
-        bias_percent=mean(errors) if errors else None,
-        max_percent=max(errors, key=abs) if errors else None,
-        memory_n=len(memory),
-        memory_mape_percent=mean(map(abs, memory)) if memory else None,
+        n=len(errors.values),
+        mape_percent=errors.mape(),
+        bias_percent=errors.bias(),
+        max_percent=errors.largest(),
+        clean_n=len(clean.values),
+        clean_mape_percent=clean.mape(),
+        clean_bias_percent=clean.bias(),
+        clean_max_percent=clean.largest(),
+        memory_n=len(memory.values),
+        memory_mape_percent=memory.mape(),
+        clean_memory_n=len(clean_memory.values),
+        clean_memory_mape_percent=clean_memory.mape(),
         oom_correct_fraction=mean(oom) if oom else None,
         feasible_correct_fraction=mean(ran) if ran else None,
         sweeps=len(sweeps),

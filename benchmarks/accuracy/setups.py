@@ -11,6 +11,7 @@ from math import ceil
 from pathlib import Path
 
 from autopar.cost_models.hardware import Cluster, cluster_names, load_cluster
+from autopar.cost_models.hardware.toml_file import nearest
 from autopar.cost_models.stacks import Stack, load_stack
 
 from .models import Shape
@@ -18,7 +19,7 @@ from .rows import Row
 
 _STACKS = Path(__file__).resolve().parents[1] / "stacks"
 _PADDED_ROWS = 128
-_BITS = 8
+_MOST_LAYERS = 10_000
 
 # Column `gpu`, up to the first blank -> name of a cluster in the catalogue.
 _CLUSTERS = {
@@ -116,7 +117,7 @@ def setup_of(row: Row) -> Setup:
         width=width,
         cluster=_cluster(row),
         stack=stack,
-        precision="fp16" if "fp16" in row.precision and "bf16" not in row.precision else "bf16",
+        precision=_precision(row),
         tp=row.tp,
         pp=row.pp,
         dp=row.dp,
@@ -140,6 +141,8 @@ def _refuse(row: Row) -> None:
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "global_batch"):
         if not getattr(row, name):
             raise CannotExpress(f"{name} is not stated")
+    if row.layers and row.layers > _MOST_LAYERS:
+        raise CannotExpress(f"layers is {row.layers}")
     if row.ep > 1:
         raise CannotExpress("expert parallelism")
     if row.cp > 1:
@@ -185,17 +188,19 @@ def _stack(row: Row, software: Software) -> Stack:
 def _cluster(row: Row) -> Cluster:
     gpu = row.gpu.split(" ")[0]
     name = _CLUSTERS.get(gpu, gpu)
+    if not gpu:
+        raise CannotExpress("gpu is not stated")
     if "omni-path" in row.interconnect.lower() and row.gpus_per_node == 8:
         name = "a100-80g-sxm-2x4"  # the only such nodes of 8 in the catalogue
-    name = _SHAPES.get((name, row.gpus_per_node), name)
+    name = _SHAPES.get((name, row.gpus_per_node), name) if row.gpus_per_node else name
     if name not in cluster_names():
-        raise CannotExpress(f"{row.gpu} is not in the hardware catalogue")
+        raise CannotExpress(f"{row.gpu} is not in the hardware catalogue: {nearest(name, cluster_names())}")
     nics, rate = _network(row.interconnect)
     base = load_cluster(name)
     return load_cluster(
         name,
-        gpus_per_node=None if base.gpus_per_node == row.gpus_per_node else row.gpus_per_node,
-        nics_per_node=nics if nics is not None else None,
+        gpus_per_node=None if row.gpus_per_node in (None, base.gpus_per_node) else row.gpus_per_node,
+        nics_per_node=nics,
         nic_gbit_per_second=rate,
     )
 
@@ -213,6 +218,14 @@ def _network(text: str) -> tuple[int | None, float | None]:
     if match := re.search(r"Omni-Path (\d+)Gb", text):
         return None, float(match[1])
     return None, None
+
+
+def _precision(row: Row) -> str:
+    """Of what no low-precision product computes."""
+    text = row.precision.lower()
+    if "bf16" in text:
+        return "bf16"
+    return next((name for name in ("fp16", "fp32") if name in text), "bf16")
 
 
 def _zero(row: Row) -> int:

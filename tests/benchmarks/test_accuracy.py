@@ -1,14 +1,17 @@
 """The benchmark of published runs: reading rows, expressing them, and scoring; predictions of a few in full."""
 
 import csv
+import importlib.util
 import json
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import Kind, ModelGraph
@@ -27,6 +30,15 @@ ROWS = rows.read_rows(RUNS)
 def _no_stale_path() -> Iterator[None]:
     yield
     assert str(BENCHMARKS) in sys.path
+
+
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("accuracy_command", BENCHMARKS / "accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def row(name: str) -> rows.Row:
@@ -88,6 +100,88 @@ def test_a_line_that_cannot_be_read_is_a_row_with_its_reason(column: str, text: 
     (read,) = rows.read_rows(tmp_path / "runs.csv")
     with pytest.raises(setups.CannotExpress, match=column):
         setups.setup_of(read)
+
+
+def written(path: Path, lines: list[dict[str, str]], *, encoding: str = "utf-8") -> Path:
+    """A file of runs as someone else might write it."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    with path.open("w", newline="", encoding=encoding) as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def line_of(name: str) -> dict[str, str]:
+    with RUNS.open(newline="") as file:
+        return next(line for line in csv.DictReader(file) if line["id"] == name)
+
+
+def test_a_file_may_have_other_columns_and_leave_out_optional_ones(tmp_path: Path) -> None:
+    kept = {name: line_of("vtrain-multi-017")[name] for name in rows._REQUIRED}
+    one = kept | {"judge": 'extra, with "quotes"', "notes": "a comma, quoted", "micro_batch_seqs": "4"}
+    two = kept | {"hidden": "4096.0", "id": "second", "contaminated": "a reason, or two"}
+    first, second = rows.read_rows(written(tmp_path / "runs.csv", [one, two], encoding="utf-8-sig"))
+    assert (first.id, first.notes, first.microbatch, first.problem) == ("line 2", "a comma, quoted", 4, "")
+    assert (second.id, second.hidden, second.contaminated) == ("second", 4096, "a reason, or two")
+    with pytest.raises(setups.CannotExpress, match="kv_heads is not stated"):
+        setups.setup_of(first)
+    setup = setups.setup_of(replace(first, kv_heads=first.heads))
+    assert setup.cluster.gpus_per_node == 8  # of the catalogue, where the file does not say
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"id,family\nx,y\n", "column 'layers', 'hidden', .* is missing"),
+        (",".join(rows._REQUIRED).encode(), "a header and no row"),
+        (b"\xff\xfe\x00\x01", "no CSV text in UTF-8"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_bytes(content)
+    with pytest.raises(AutoparError, match=message):
+        rows.read_rows(path)
+    assert command().main(["--runs", str(path), "--json"]) == 2
+
+
+def test_a_line_with_a_comma_too_many_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    path = written(tmp_path / "runs.csv", [line_of("vtrain-multi-017")])
+    path.write_text(path.read_text().rstrip() + ",more\n")
+    (read,) = rows.read_rows(path)
+    with pytest.raises(setups.CannotExpress, match="more cells than columns"):
+        setups.setup_of(read)
+
+
+@pytest.mark.parametrize(("column", "text", "reason"), [
+    ("gpu", "h100-smx", "did you mean h100-sxm"), ("gpu", "", "gpu is not stated"),
+    ("layers", "13.5", "no whole number"),
+    ("layers", "1e9", "layers is 1000000000"), ("family", "mine", "no software stack is known"),
+])  # fmt: skip
+def test_what_a_line_gets_wrong_is_named(column: str, text: str, reason: str, tmp_path: Path) -> None:
+    (read,) = rows.read_rows(written(tmp_path / "runs.csv", [line_of("vtrain-multi-017") | {column: text}]))
+    with pytest.raises(setups.CannotExpress, match=reason):
+        setups.setup_of(read)
+
+
+def test_contaminated_rows_are_in_one_figure_and_not_in_the_other() -> None:
+    good, bad = result(1.0, 1.1, 1), result(1.0, 2.0, 2)
+    bad = replace(bad, row=replace(bad.row, contaminated="twice the work"))
+    fp8 = replace(good, row=replace(good.row, float8="tensorwise"))
+    families = scores.family_scores([good, bad, fp8])
+    score = families["vtrain-multi"]
+    assert (score.n, score.clean_n) == (2, 1)
+    assert score.mape_percent == pytest.approx(55.0)
+    assert score.clean_mape_percent == pytest.approx(10.0)
+    assert families["vtrain-multi fp8"].n == 1
+
+
+def test_every_contaminated_row_says_why_and_is_strong() -> None:
+    marked = [each for each in ROWS if each.contaminated]
+    assert {each.family for each in marked} == {"vtrain-multi", "bloom", "llm-foundry", "torchtitan"}
+    assert all(len(each.contaminated) > 10 for each in marked)
 
 
 def test_regret_and_tau() -> None:
@@ -163,19 +257,12 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     chosen = [lines[0], *(line for line in lines if line.startswith(("mosaic-212", "mosaic-075", "bigsci176b-004")))]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(chosen) + "\n")
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("accuracy_command", BENCHMARKS / "accuracy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    command = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(command)
-    assert command.main(["--runs", str(path), "--json"]) == 0
+    assert command().main(["--runs", str(path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["families"]["llm-foundry"]["n"] == 1
     assert answer["families"]["bloom"]["not_expressed"] == 1
     assert {r["id"]: r["reason"] for r in answer["rows"]}["mosaic-075"].startswith("low-precision products")
-    assert command.main(["--runs", str(tmp_path / "none.csv")]) == 2
+    assert command().main(["--runs", str(tmp_path / "none.csv")]) == 2
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "stacks").glob("*.toml")), ids=lambda path: path.stem)
