@@ -3,16 +3,17 @@
     python benchmarks/cpu_predicted_vs_measured.py [--rounds 9] [--cluster my.toml] [--only mlp,gpt] [--json]
 
 Every model is planned for two ranks under the strategies of cpu_steps/strategies.py and as the planner would choose by
-itself. Steps of all strategies are run in turns, so that a slow spell of the machine meets all of them; the table has
-their medians with the middle half of the runs, and what the busiest rank used of its core: where that is far below the
-wall clock, other processes had the machine and the comparison says little. Exit code 5 where a rank correlation is
-below --least-spearman, or where the strategy predicted to be the fastest is slower than the fastest measured by more
-than its spread and by more than 5%.
+itself; strategies that come to the same program are run once. Steps of all are run in turns, so that a slow spell of
+the machine meets all of them; the table has their medians with the middle half of the runs, and what the busiest rank
+used of its core: where that is far below the wall clock, others had the machine and the comparison says little.
+Exit code 5 where a rank correlation is below --least-spearman, or where the strategy predicted to be the fastest is
+slower than the fastest measured by more than its spread and by more than 5%.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import inspect
 import json
@@ -97,6 +98,15 @@ def _inputs(case: Case, job: Job, path: str) -> None:
     torch.save((named, {value.name: value.batch_dim for value in inputs}), path)
 
 
+def _program(package: Path) -> str:
+    """The emitted code without the comments that say what was planned."""
+    tree = ast.parse((package / "sharded_model.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
 def compare(case: Case, cluster: str, rounds: int) -> Compared:
     """Plan, emit and run every strategy of a model."""
     from autopar.compiler.package import emit_package
@@ -104,8 +114,12 @@ def compare(case: Case, cluster: str, rounds: int) -> Compared:
     jobs = planned_jobs(case, cluster)
     with tempfile.TemporaryDirectory(prefix="autopar-steps-") as folder:
         packages = [os.path.join(folder, f"package{index}") for index in range(len(jobs))]
-        for job, package in zip(jobs, packages, strict=True):
+        programs: dict[str, int] = {}
+        for index, (job, package) in enumerate(zip(jobs, packages, strict=True)):
             emit_package(job.planned.plan, job.planned.graph, Path(package), force=False)
+            programs.setdefault(_program(Path(package)), index)
+        jobs = tuple(jobs[index] for index in programs.values())
+        packages = [packages[index] for index in programs.values()]
         inputs = os.path.join(folder, "inputs.pt")
         _inputs(case, jobs[0], inputs)
         measured = measure_steps(packages, inputs, folder, ranks=RANKS, rounds=rounds)

@@ -13,6 +13,7 @@ from .kernels import AttentionTime, ProductTime
 from .messages import MessageTime
 
 _LARGEST_TILE_PENALTY = 0.5
+_FIRST_OVERHEADS = (2.0, 8.0, 32.0)
 _ROUNDS = 60
 _SHRINK = 0.6
 _BACKWARD_LIMIT = 1.5  # of AttentionCurve.backward_fraction
@@ -75,7 +76,8 @@ def fit_products(
         trial = replace(gpu, gemm=found, peak_flops_per_second={**gpu.peak_flops_per_second, dtype: rate})
         return _log_error([(gemm_seconds(Gemm(t.m, t.n, t.k), trial, dtype=dtype), t.seconds) for t in times])
 
-    return curve(descend(error, (peak, 64.0, 0.02) if tiled else (peak, 2.0, 2.0, 2.0)))
+    starts = [(peak, 64.0, 0.02)] if tiled else [(peak, o, o, o) for o in _FIRST_OVERHEADS]
+    return curve(min((descend(error, start) for start in starts), key=error))
 
 
 def fit_rate(gpu: Gpu, times: Sequence[ProductTime], dtype: str, name: str) -> float:

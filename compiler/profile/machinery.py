@@ -5,8 +5,10 @@ What is measured is what emitted code does, on tensors so small that kernels and
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from ..runtime.collectives import own_gradient
-from .timing import Stopwatch, lower_quartile
+from .timing import Stopwatch, short_work
 
 _TINY = (8, 8)
 _NUM_TENSORS = 16
@@ -211,13 +213,35 @@ def _fsdp(watch: Stopwatch, mesh: DeviceMesh) -> tuple[tuple[float, float], tupl
     return (group[0], group[1]), (each[0], each[1])
 
 
+class _Work(torch.autograd.Function):
+    """The identity, which works for a while in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, work: Callable[[], object]) -> torch.Tensor:
+        ctx.work = work
+        work()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.work()
+        return *grads, None
+
+
 def _action(watch: Stopwatch, mesh: DeviceMesh) -> float:
-    """Seconds that a pipeline schedule takes for one forward or backward, beside the stage's own."""
+    """Seconds that a pipeline schedule takes for one forward or backward, beside the stage's own.
+
+    A stage works between its messages, as real ones do: what the schedule needs is not in the caches any more.
+    """
     index, ranks = mesh.get_local_rank(), mesh.size()
     device = torch.device(watch.device, torch.cuda.current_device()) if watch.device == "cuda" else torch.device("cpu")
     layer = nn.Linear(_TINY[1], _TINY[1], device=device)
     meta = torch.empty(_TINY, device="meta", requires_grad=True)
     is_last = index == ranks - 1
+    work = short_work(watch)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return _Work.apply(layer(x), work)
 
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -225,7 +249,7 @@ def _action(watch: Stopwatch, mesh: DeviceMesh) -> float:
             self.layer = layer
 
         def forward(self, x: torch.Tensor, microbatch: torch.Tensor | None = None) -> torch.Tensor:
-            y = self.layer(x)
+            y = run(x)
             return y.sum() if is_last else y
 
     stage = PipelineStage(
@@ -249,15 +273,20 @@ def _action(watch: Stopwatch, mesh: DeviceMesh) -> float:
         else:
             schedule.step(*arguments, microbatch=numbers, return_outputs=False)
 
-    times: list[float] = []
-    for attempt in range(12):
+    x = torch.ones(_TINY, device=device, requires_grad=True)
+
+    def alone() -> None:
+        for _ in range(_MICROBATCHES):
+            run(x).sum().backward()
+
+    def seconds(piece: Callable[[], None]) -> float:
         dist.barrier()
         watch.wait()
         begin = watch.now()
-        step()
+        piece()
         watch.wait()
-        if attempt >= 2:
-            times.append(watch.now() - begin)
-    x = torch.ones(_TINY, device=device, requires_grad=True)
-    alone = sum(watch.both_ways(lambda: layer(x).sum())) / 2
-    return max(0.0, lower_quartile(times) / (2 * _MICROBATCHES) - alone)
+        return watch.now() - begin
+
+    # In turns, so that a slow spell of the machine meets both.
+    extra = [seconds(step) - seconds(alone) for _ in range(18)][2:]
+    return max(0.0, statistics.median(extra) / (2 * _MICROBATCHES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .timing import Stopwatch
+from .timing import Stopwatch, short_work
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 _CPU_BYTES = (256, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 _CUDA_BYTES = (1 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 _LARGEST_QUICK = 1 << 20
+_REPEATS, _ATTEMPTS = 24, 16
+_LEAST_SECONDS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +47,20 @@ def measure_messages(device: str, ranks: int, size: int) -> tuple[MessageTime, .
     group = dist.new_group(list(range(size)))
     found: list[MessageTime] = []
     if dist.get_rank() < size:
+        work = short_work(watch)
         for op in OPS:
             for num_bytes in _CPU_BYTES if watch.is_cpu else _CUDA_BYTES:
-                seconds = _seconds(watch, _message(op, num_bytes, size, device, group), num_bytes, group)
+                message = _message(op, num_bytes, size, device, group, work)
+                seconds = _seconds(watch, work, message, num_bytes, group)
                 found.append(MessageTime(op=op, ranks=size, num_bytes=num_bytes, seconds=seconds))
     dist.barrier()
     return tuple(found)
 
 
-def _message(op: str, num_bytes: int, size: int, device: str, group: Any) -> Callable[[], object]:
+def _message(
+    op: str, num_bytes: int, size: int, device: str, group: Any, work: Callable[[], object]
+) -> Callable[[], object]:
+    """What every rank runs after its work: the message; both directions and the other's work of a send."""
     count = max(num_bytes // 4 // size, 1) * size
     whole = torch.zeros(count, device=device)
     part = torch.zeros(count // size, device=device)
@@ -75,26 +83,46 @@ def _message(op: str, num_bytes: int, size: int, device: str, group: Any) -> Cal
             dist.recv(whole, 1, group=group)
         elif rank == 1:
             dist.recv(whole, 0, group=group)
+            work()
             dist.send(whole, 0, group=group)
 
     return there_and_back
 
 
-def _seconds(watch: Stopwatch, run: Callable[[], object], num_bytes: int, group: Any) -> float:
-    """Wall seconds on this rank, the least of many; a send is half of there and back.
+def _seconds(
+    watch: Stopwatch, work: Callable[[], object], message: Callable[[], object], num_bytes: int, group: Any
+) -> float:
+    """Wall seconds that messages between pieces of work add to the work alone, on this rank.
 
-    Only the wall clock sees a message, and whatever else a shared machine does only makes it longer.
+    As in a step, threads that move messages have gone to sleep and no rank comes at the same time as another: on a CPU
+    that is most of what a short message takes. A send is half of there and back.
     """
-    times: list[float] = []
-    for attempt in range(42 if num_bytes <= _LARGEST_QUICK else 22):
+    is_send = "there_and_back" in getattr(message, "__name__", "")
+    rank = dist.get_rank(group)
+
+    def wall(run: Callable[[], object]) -> float:
         dist.barrier(group=group)
         watch.wait()
         begin = time.perf_counter()
-        run()
+        for _ in range(_REPEATS):
+            run()
         watch.wait()
+        return (time.perf_counter() - begin) / _REPEATS
+
+    def both() -> None:
+        if rank == 0 or not is_send:
+            work()
+        message()
+
+    alone: list[float] = []
+    together: list[float] = []
+    for attempt in range(_ATTEMPTS if num_bytes <= _LARGEST_QUICK else _ATTEMPTS // 2):
+        times = wall(work), wall(both)
         if attempt >= 2:
-            times.append(time.perf_counter() - begin)
-    return min(times) / (2 if "there_and_back" in getattr(run, "__name__", "") else 1)
+            alone.append(times[0])
+            together.append(times[1])
+    ends = 2 if is_send else 1
+    return max(statistics.median(together) / ends - statistics.median(alone), _LEAST_SECONDS)
 
 
 def measure_hidden(device: str) -> float:

@@ -70,6 +70,13 @@ class Stopwatch:
         return lower_quartile(ahead), lower_quartile(back)
 
 
+def short_work(watch: Stopwatch) -> Callable[[], object]:
+    """A computation of a fraction of a millisecond, which leaves nothing else in the nearest caches."""
+    size = 256 if watch.is_cpu else 4096
+    a = torch.randn(size, size, device=watch.device)
+    return lambda: torch.mm(a, a)
+
+
 def lower_quartile(values: list[float]) -> float:
     """A quarter of the values is smaller: near the best, and not one lucky draw."""
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]

@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss": ("kernel", "stepwise", "fused", "fused, no copy"),
     "loss_logits": ("split", "gathered"),
     "gradient_dtype": ("compute", "float32"),
+    "gradient_buffers": ("filled by the backward", "copied to"),
     "gradient_sync": ("exposed", "hidden", "hidden without tp"),
     "fsdp_overlap": ("always", "without tp"),
     "recompute": ("until last saved", "whole forward"),
@@ -54,6 +55,8 @@ class Stack:
     loss: float32 copies of the logits and a kernel per step ("stepwise"), PyTorch's cross entropy ("kernel"), one pass
     over float32 logits ("fused"), or over the logits as they are ("fused, no copy"). loss_logits: whether the
     vocabulary stays split over tensor-parallel ranks.
+    gradient_buffers: whether the backward writes gradients where they are reduced over dp, or they are copied there
+    and back (ZeRO-0 and 1; `fsdp` says it of 2 and 3).
     gradient_dtype: in which gradients are reduced. gradient_sync: whether an all_reduce of gradients hides behind the
     last backward. fsdp_overlap: whether FSDP still hides behind compute beside tensor parallelism.
     recompute: full checkpointing repeats the forward up to its last saved tensor, or all of it.
@@ -77,6 +80,7 @@ class Stack:
     norms: str = "kernel"
     loss: str = "kernel"
     loss_logits: str = "split"
+    gradient_buffers: str = "filled by the backward"
     gradient_dtype: str = "compute"
     gradient_sync: str = "exposed"
     fsdp_overlap: str = "always"

@@ -46,10 +46,9 @@ class ParameterSeconds:
         if self.mesh.dp == 1:
             return 0.0
         trainable = [parameter for parameter in held if parameter.trainable]
-        if zero == 0:
-            return self._hidden(self._all_reduce(trainable), backward)
-        if zero == 1:
-            return self._hidden(self._exchange(held, trainable), backward)
+        if zero <= 1:
+            seconds = self._exchange(held, trainable) if zero else self._all_reduce(trainable)
+            return self._hidden(seconds, backward) + self._buffer_copies(held, trainable, zero)
         return self._fsdp(held, trainable, zero, forward, backward)
 
     def _all_reduce(self, trainable: Sequence[HeldParameter]) -> float:
@@ -70,6 +69,17 @@ class ParameterSeconds:
         for size in bytes_by_group(trainable, dp, zero=1).values():
             seconds += price("dp", "reduce_scatter", self._reduced_bytes(size, trainable[0].dtype))
         return seconds
+
+    def _buffer_copies(self, held: Sequence[HeldParameter], trainable: Sequence[HeldParameter], zero: int) -> float:
+        """Gradients into the buffer that is reduced and back; under ZeRO-1 parameters into and out of theirs too."""
+        gpu = self.prices.cluster.gpu
+        if self.prices.stack.gradient_buffers != "copied to":
+            return 0.0
+        gradients = sum(map(parameter_bytes, trainable))
+        parameters = sum(parameter_bytes(parameter) for parameter in held if parameter.dp_dim(1) is not None)
+        moved = gradients + parameters * (1 + 1 / self.mesh.dp) if zero else 2 * gradients
+        copies = len(trainable) * (gpu.kernel_seconds if gpu.is_host else 0.0)
+        return 2 * moved / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + copies
 
     def _hidden(self, seconds: float, backward: float) -> float:
         """What remains of the exchange of whole gradients where a stack hides it behind the last backward."""

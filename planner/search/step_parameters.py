@@ -99,6 +99,8 @@ class StepParameters:
             add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
         elif self.zero >= 2 and mesh.dp > 1:
             add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
+        if mesh.dp > 1 and self.zero in (0, 1) and stack.gradient_buffers == "copied to":
+            add(once, self._buffer_copies(parameters, self.zero))
         for axis in REDUCED_AXES:
             if mesh.sizes[axis] > 1:
                 partial = self.total(
@@ -121,6 +123,18 @@ class StepParameters:
         )
         add(once, self.columns.largest("O", (device, {None: launched * SCALE})))
         return accumulation, once
+
+    def _buffer_copies(self, parameters: StageParameters, zero: int) -> Linear:
+        """Copies to and from what is exchanged over dp, as `ParameterSeconds` has them, without their launches."""
+        gpu, gathered = self.cluster.gpu, 1 + 1 / self.mesh.dp
+
+        def moved(held: HeldParameter) -> float:
+            size = size_of(held)
+            reduced = size * (1 if zero else 2) if held.trainable else 0.0
+            return reduced + (gathered * size if zero and held.dp_dim(1) is not None else 0.0)
+
+        seconds_per_byte = 2 / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+        return scaled(self.total(parameters, moved, master=False), seconds_per_byte * SCALE)
 
     def _exposed(self, members: Sequence[tuple[int, int, str]]) -> Linear:
         """Gather and reduction of one FSDP group, which nothing hides if it is the largest."""

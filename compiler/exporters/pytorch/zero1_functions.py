@@ -82,8 +82,11 @@ def dp_parts(whole: torch.Tensor, part: nn.Parameter) -> torch.Tensor:
     if not isinstance(place, Shard):
         return whole.expand(DP, *whole.shape)
     shape = list(whole.shape)
-    shape[place.dim] = -shape[place.dim] % DP
-    return torch.stack(torch.cat((whole, whole.new_zeros(shape)), place.dim).chunk(DP, place.dim))
+    rows = -(-shape[place.dim] // DP)
+    shape[place.dim] = rows * DP - shape[place.dim]
+    if shape[place.dim]:
+        whole = torch.cat((whole, whole.new_zeros(shape)), place.dim)
+    return whole.unflatten(place.dim, (DP, rows)).movedim(place.dim, 0)
 
 
 @torch.no_grad()
@@ -94,13 +97,14 @@ def gather_parameters(stage: nn.Module, mesh: DeviceMesh) -> None:
         if not pairs:
             continue
         parts = [dp_parts(p, part) for p, part in pairs]
-        bucket = torch.cat([each.flatten(1) for each in parts], dim=1)
-        mine = bucket[mesh["dp"].get_local_rank()].clone()
+        mine = torch.cat([each[mesh["dp"].get_local_rank()].flatten() for each in parts])
+        bucket = mine.new_empty(DP, mine.numel())
         dist.all_gather_single(bucket.view(-1), mine, group=mesh["dp"].get_group())
         gathered = bucket.split([each[0].numel() for each in parts], dim=1)
-        for (p, part), each, flat in zip(pairs, parts, gathered, strict=True):
-            dim = part.placements[0].dim
-            p.copy_(torch.cat(tuple(flat.reshape(each.shape)), dim).narrow(dim, 0, p.shape[dim]))
+        for (p, part), each, of_ranks in zip(pairs, parts, gathered, strict=True):
+            shape, dim = each.shape[1:], part.placements[0].dim
+            for rows, values in zip(p.split(shape[dim], dim), of_ranks, strict=False):
+                rows.copy_(values.view(shape).narrow(dim, 0, rows.shape[dim]))
 
 
 def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
