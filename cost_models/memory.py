@@ -17,8 +17,9 @@ ZeRO-2 and 3 also hold one unit's whole gradient while it is reduced.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
+from operator import add
 
 from .hardware import Gpu
 from .optimizer import get_optimizer
@@ -52,16 +53,25 @@ class Memory:
     overhead: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} is negative")
+        for name, size in zip(self.__slots__, self._sizes, strict=True):
+            if size < 0:
+                raise ValueError(f"{name} is negative")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """In the order of the fields."""
+        return (
+            self.parameters, self.gradients, self.optimizer, self.master_weights, self.activations, self.gather_buffers,
+            self.temporary, self.overhead,
+        )  # fmt: skip
 
     @property
     def total_bytes(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self._sizes)
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        sizes = map(add, self._sizes, other._sizes)
+        return Memory(**dict(zip(self.__slots__, sizes, strict=True)))
 
     @staticmethod
     def zero() -> Memory:
@@ -69,7 +79,7 @@ class Memory:
 
     def by_component(self) -> dict[str, int]:
         """Component -> bytes, and "total" last."""
-        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "total": self.total_bytes}
+        return {**dict(zip(self.__slots__, self._sizes, strict=True)), "total": self.total_bytes}
 
 
 def state_bytes(

@@ -118,6 +118,16 @@ def action_table(name: str, ranks: int, microbatches: int, stages_per_rank: int 
 
 
 @cache
+def stages_by_rank(name: str, ranks: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of every rank, in the order of the model."""
+    schedule = get_schedule(name)
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage in range(num_stages):
+        found[schedule.rank_of(stage, ranks)].append(stage)
+    return tuple(map(tuple, found))
+
+
+@cache
 def kept_at_once(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -131,7 +141,8 @@ def kept_at_once(
     table = action_table(name, ranks, min(microbatches, _WARM_ROUNDS * ranks), stages_per_rank)
     num_stages = ranks * stages_per_rank
     return tuple(
-        _fullest(actions, schedule.stages_of(rank, ranks, num_stages)) for rank, actions in enumerate(table.by_rank)
+        _fullest(actions, mine)
+        for mine, actions in zip(stages_by_rank(name, ranks, num_stages), table.by_rank, strict=True)
     )
 
 
@@ -152,17 +163,18 @@ def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tupl
     return tuple(sorted(fullest, key=lambda one: (-sum(one), one)))
 
 
+@cache
 def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     """By stage: the microbatches whose activations are alive when its rank keeps most of them."""
-    schedule = get_schedule(name)
     found = [0] * (ranks * stages_per_rank)
-    for rank, fullest in enumerate(kept_at_once(name, ranks, microbatches, stages_per_rank)):
-        for stage, count in zip(schedule.stages_of(rank, ranks, len(found)), fullest[0], strict=True):
+    placed = stages_by_rank(name, ranks, len(found))
+    for mine, fullest in zip(placed, kept_at_once(name, ranks, microbatches, stages_per_rank), strict=True):
+        for stage, count in zip(mine, fullest[0], strict=True):
             found[stage] = count
     return tuple(found)
 
 
 __all__ = [
     "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once",
-    "schedule_names",
+    "schedule_names", "stages_by_rank",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -62,13 +63,21 @@ def held_dims(layout: Layout) -> frozenset[int]:
 
 def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldParameter, ...]:
     """The parameters of a stage, each once, in order of first use; the first stage also holds the unused ones."""
+    found = held_of(program, range(max(first, 1), last))
+    if first <= 1:
+        found.update(unused_parameters(program))
+    return tuple(found.values())
+
+
+def held_of(program: ModelProgram, units: Iterable[int]) -> dict[str, HeldParameter]:
+    """The parameters of some units, by FQN, in order of first use."""
     graph = program.graph
     found: dict[str, HeldParameter] = {}
     parameters: dict[int, list[tuple[str, HeldParameter]]] = {}
-    for index in range(max(first, 1), last):
+    for index in units:
         unit = graph.units[index]
         if unit.template not in parameters:
-            parameters[unit.template] = _parameters_of(program, unit.template)
+            parameters[unit.template] = parameters_of(program, unit.template)
         fqns = dict(unit.tensors)
         is_module = graph.templates[unit.template].is_module
         for name, alike in parameters[unit.template]:
@@ -83,22 +92,28 @@ def held_parameters(program: ModelProgram, first: int, last: int) -> tuple[HeldP
                 group=(unit.fqn if is_module else "") if before is None else before.group,
                 split_dims=alike.split_dims,
             )
-    if first <= 1:
-        used = {fqn for unit in graph.units for _, fqn in unit.tensors}
-        for fqn, info in graph.tensors.items():
-            if fqn not in used and not info.is_buffer:
-                found[fqn] = HeldParameter(
-                    fqn=fqn,
-                    shape=held_shape(info.type, {}, program.mesh),
-                    dtype=info.type.dtype,
-                    trainable=False,
-                    partial=frozenset(),
-                    group="",
-                )
-    return tuple(found.values())
+    return found
 
 
-def _parameters_of(program: ModelProgram, template: int) -> list[tuple[str, HeldParameter]]:
+def unused_parameters(program: ModelProgram) -> dict[str, HeldParameter]:
+    """The parameters that no unit reads, by FQN."""
+    graph = program.graph
+    used = {fqn for unit in graph.units for _, fqn in unit.tensors}
+    return {
+        fqn: HeldParameter(
+            fqn=fqn,
+            shape=held_shape(info.type, {}, program.mesh),
+            dtype=info.type.dtype,
+            trainable=False,
+            partial=frozenset(),
+            group="",
+        )
+        for fqn, info in graph.tensors.items()
+        if fqn not in used and not info.is_buffer
+    }
+
+
+def parameters_of(program: ModelProgram, template: int) -> list[tuple[str, HeldParameter]]:
     """PARAMETER nodes of a template with what its units hold of each; without FQN and group."""
     lowered = program.templates[template]
     found: list[tuple[str, HeldParameter]] = []
@@ -146,5 +161,6 @@ def shard_bytes(held: HeldParameter, dp: int, dp_rank: int, zero: int = 2) -> in
 
 
 __all__ = [
-    "HeldParameter", "held_dims", "held_parameters", "held_shape", "padded_bytes", "parameter_bytes", "shard_bytes",
+    "HeldParameter", "held_dims", "held_of", "held_parameters", "held_shape", "padded_bytes", "parameter_bytes",
+    "parameters_of", "shard_bytes", "unused_parameters",
 ]  # fmt: skip

@@ -5,15 +5,13 @@ All numbers are of the profiled device (`HostCosts`); without a profile they are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...cost_models.hardware import Gpu
 from ...cost_models.work import Work
 from ..capture.graph import Kind
 from ..sharding.mesh import PARAMETER_AXES, Mesh
 from ..sharding.program import Compute, TemplateProgram
 from ..sharding.redistribute import Change
-from .step_collectives import HeldParameter
+from .holdings import Holdings
 
 
 def holds_dtensors(mesh: Mesh, zero: int) -> bool:
@@ -49,9 +47,9 @@ def parameters_host(lowered: TemplateProgram, mesh: Mesh, gpu: Gpu) -> tuple[flo
     return len(read) * gpu.host.parameter_forward_seconds, trained * gpu.host.parameter_backward_seconds
 
 
-def fsdp_hooks(held: Sequence[HeldParameter], gpu: Gpu) -> tuple[float, float]:
+def fsdp_hooks(held: Holdings, gpu: Gpu) -> tuple[float, float]:
     """Forward and backward of FSDP2's hooks in one microbatch, beside collectives and copies."""
-    host, groups, count = gpu.host, len({parameter.group for parameter in held}), len(held)
+    host, groups, count = gpu.host, held.num_groups, held.num_parameters
     ahead = groups * host.fsdp_group_forward_seconds + count * host.fsdp_parameter_forward_seconds
     back = groups * host.fsdp_group_backward_seconds + count * host.fsdp_parameter_backward_seconds
     return ahead, back

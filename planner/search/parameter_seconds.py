@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cost_models.communication import OVERLAP_SLOWDOWN, OVERLAP_SLOWDOWN_COMPILED, overlapped_seconds
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
-from .held_parameters import HeldParameter, padded_bytes, parameter_bytes
+from .held_parameters import parameter_bytes
+from .holdings import Holdings, num_elements
 from .host_seconds import fsdp_hooks, holds_dtensors
 from .prices import Prices, accumulated_bytes
 
@@ -25,15 +25,15 @@ class ParameterSeconds:
     def mesh(self) -> Mesh:
         return self.prices.mesh
 
-    def accumulation(self, held: Sequence[HeldParameter], zero: int) -> float:
+    def accumulation(self, held: Holdings, zero: int) -> float:
         """Adding one microbatch's gradients to the sum of those before."""
         gpu = self.prices.cluster.gpu
         if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
             return 0.0
-        stack, trained = self.prices.stack, [parameter for parameter in held if parameter.trainable]
-        traffic = sum(num_elements(parameter) * accumulated_bytes(parameter.dtype, stack) for parameter in trained)
+        stack = self.prices.stack
+        traffic = sum(n * num_elements(p) * accumulated_bytes(p.dtype, stack) for p, n in held.trained)
         each = gpu.kernel_seconds if gpu.is_host else 0.0
-        return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + len(trained) * each
+        return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + held.num_trained * each
 
     def _reduced_bytes(self, num_bytes: int, dtype: str) -> int:
         """Bytes of a gradient as it is reduced."""
@@ -41,44 +41,42 @@ class ParameterSeconds:
             return num_bytes * max(1, ITEM_BYTES["float32"] // ITEM_BYTES[dtype])
         return num_bytes
 
-    def data_parallel(self, held: Sequence[HeldParameter], zero: int, forward: float, backward: float) -> float:
+    def data_parallel(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
         """Exposed seconds a step. `forward` and `backward`: compute of one microbatch, behind which FSDP hides."""
         if self.mesh.dp == 1:
             return 0.0
-        trainable = [parameter for parameter in held if parameter.trainable]
         if zero <= 1:
-            seconds = self._exchange(held, trainable) if zero else self._all_reduce(trainable)
-            return self._hidden(seconds, backward) + self._buffer_copies(held, trainable, zero)
-        return self._fsdp(held, trainable, zero, forward, backward)
+            seconds = self._exchange(held) if zero else self._all_reduce(held)
+            return self._hidden(seconds, backward) + self._buffer_copies(held, zero)
+        return self._fsdp(held, zero, forward, backward)
 
-    def _all_reduce(self, trainable: Sequence[HeldParameter]) -> float:
+    def _all_reduce(self, held: Holdings) -> float:
         """One bucket of all gradients of a dtype."""
         sizes: dict[str, int] = {}
-        for parameter in trainable:
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter_bytes(parameter)
+        for parameter, count in held.trained:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + count * parameter_bytes(parameter)
         return sum(
             self.prices.use_seconds("dp", "all_reduce", self._reduced_bytes(size, dtype))
             for dtype, size in sizes.items()
         )
 
-    def _exchange(self, held: Sequence[HeldParameter], trainable: Sequence[HeldParameter]) -> float:
+    def _exchange(self, held: Holdings) -> float:
         """ZeRO-1: gradients are added up into each rank's part, and what it has updated is gathered, by group."""
         dp, price = self.mesh.dp, self.prices.use_seconds
-        cut = [parameter for parameter in held if parameter.dp_dim(1) is not None]
-        seconds = sum(price("dp", "all_gather", size) for size in bytes_by_group(cut, dp, zero=1).values())
-        for size in bytes_by_group(trainable, dp, zero=1).values():
-            seconds += price("dp", "reduce_scatter", self._reduced_bytes(size, trainable[0].dtype))
+        seconds = sum(n * price("dp", "all_gather", size) for size, n in held.cut_bytes(dp))
+        for size, count in held.group_bytes(dp, 1, trained=True):
+            seconds += count * price("dp", "reduce_scatter", self._reduced_bytes(size, held.trained_dtype))
         return seconds
 
-    def _buffer_copies(self, held: Sequence[HeldParameter], trainable: Sequence[HeldParameter], zero: int) -> float:
+    def _buffer_copies(self, held: Holdings, zero: int) -> float:
         """Gradients into the buffer that is reduced and back; under ZeRO-1 parameters into and out of theirs too."""
         gpu = self.prices.cluster.gpu
         if self.prices.stack.gradient_buffers != "copied to":
             return 0.0
-        gradients = sum(map(parameter_bytes, trainable))
-        parameters = sum(parameter_bytes(parameter) for parameter in held if parameter.dp_dim(1) is not None)
+        gradients = held.trained_bytes
+        parameters = sum(n * parameter_bytes(p) for p, n in held.parameters if p.dp_dim(1) is not None)
         moved = gradients + parameters * (1 + 1 / self.mesh.dp) if zero else 2 * gradients
-        copies = len(trainable) * (gpu.kernel_seconds if gpu.is_host else 0.0)
+        copies = held.num_trained * (gpu.kernel_seconds if gpu.is_host else 0.0)
         return 2 * moved / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + copies
 
     def _hidden(self, seconds: float, backward: float) -> float:
@@ -88,27 +86,17 @@ class ParameterSeconds:
             return self._exposed(backward, seconds)
         return seconds
 
-    def _fsdp(
-        self,
-        held: Sequence[HeldParameter],
-        trainable: Sequence[HeldParameter],
-        zero: int,
-        forward: float,
-        backward: float,
-    ) -> float:
+    def _fsdp(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
         stack, times = self.prices.stack, self.mesh.microbatches
         shards = self.mesh.shards
         price = self.prices.use_seconds
-        gathers = [price("dp_shard", "all_gather", size) for size in bytes_by_group(held, shards).values()]
-        scattered = {
-            group: self._reduced_bytes(size, trainable[0].dtype)
-            for group, size in bytes_by_group(trainable, shards).items()
-        }
-        scatters = [
-            price("dp_shard", "reduce_scatter", size) + price("dp_replicate", "all_reduce", size // shards)
-            for size in scattered.values()
-        ]
-        gather, scatter = sum(gathers), sum(scatters)
+        gathers = [(price("dp_shard", "all_gather", size), n) for size, n in held.group_bytes(shards)]
+        scatters: list[tuple[float, int]] = []
+        for whole, count in held.group_bytes(shards, trained=True):
+            size = self._reduced_bytes(whole, held.trained_dtype)
+            reduced = price("dp_shard", "reduce_scatter", size) + price("dp_replicate", "all_reduce", size // shards)
+            scatters.append((reduced, count))
+        gather, scatter = (sum(seconds * n for seconds, n in each) for each in (gathers, scatters))
         is_kept = zero == 2 or stack.resharding == "never"
         is_sharded = stack.accumulation == "sharded"
         ahead = gather if is_kept else times * gather
@@ -116,7 +104,7 @@ class ParameterSeconds:
         if stack.fsdp_overlap == "without tp" and self.mesh.tp > 1:
             return ahead + back
         # Nothing computes while the first group is gathered and the last reduced.
-        never_hidden = max(gathers, default=0.0) + max(scatters, default=0.0)
+        never_hidden = sum(max((seconds for seconds, _ in each), default=0.0) for each in (gathers, scatters))
         hiding_ahead = forward * (times if ahead > gather else 1)
         hiding_back = backward * (times if stack.accumulation == "sharded" else 1)
         return max(never_hidden, self._exposed(hiding_ahead, ahead) + self._exposed(hiding_back, back))
@@ -128,13 +116,13 @@ class ParameterSeconds:
         hidden = self.prices.cluster.intra_node.hidden_fraction
         return overlapped_seconds(compute, communication, slowdown=slowdown, hidden_fraction=hidden) - compute
 
-    def fsdp_copies(self, held: Sequence[HeldParameter], zero: int) -> tuple[float, float]:
+    def fsdp_copies(self, held: Holdings, zero: int) -> tuple[float, float]:
         """Copies out of gathered buffers and into reduced ones, forward and backward of one microbatch."""
         stack, gpu = self.prices.stack, self.prices.cluster.gpu
         if zero < 2 or self.mesh.dp == 1 or stack.fsdp == "flat":
             return 0.0, 0.0
-        size = sum(map(parameter_bytes, held))
-        reduced = self._reduced_bytes(size, held[0].dtype) if held else 0
+        size = held.num_bytes
+        reduced = self._reduced_bytes(size, held.parameters[0][0].dtype) if held.parameters else 0
         rate = gpu.hbm_bytes_per_second * gpu.hbm_fraction
         is_kept = zero == 2 or stack.resharding == "never"
         times = 1 if stack.accumulation == "sharded" else 1 / self.mesh.microbatches
@@ -143,37 +131,19 @@ class ParameterSeconds:
         hooks_ahead, hooks_back = fsdp_hooks(held, gpu)
         return ahead + hooks_ahead, (back if is_kept else back + 2 * size / rate * times) + hooks_back
 
-    def partial_gradients(self, axis: str, held: Sequence[HeldParameter], zero: int) -> float:
+    def partial_gradients(self, axis: str, held: Holdings, zero: int) -> float:
         """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
         shards = self.mesh.shards if zero >= 2 else 1
-        partial = sum(parameter_bytes(p) for p in held if axis in p.partial)
+        partial = sum(n * parameter_bytes(p) for p, n in held.parameters if axis in p.partial)
         return self.prices.use_seconds(axis, "all_reduce", partial // shards) if partial else 0.0
 
-    def optimizer_step(self, stored: Sequence[HeldParameter], zero: int) -> float:
+    def optimizer_step(self, stored: Holdings, zero: int) -> float:
         """The update of what this rank keeps."""
         shards = self.mesh.shards if zero >= 1 else 1
-        size = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable) // shards
-        tensors = sum(parameter.trainable for parameter in stored)
         return optimizer_seconds(
-            size,
+            stored.trained_bytes // shards,
             self.prices.cluster.gpu,
             optimizer=self.optimizer,
-            num_tensors=tensors,
+            num_tensors=stored.num_trained,
             sharded=holds_dtensors(self.mesh, zero),
         )
-
-
-def num_elements(parameter: HeldParameter) -> int:
-    """Elements on one rank, before dp shards them."""
-    count = 1
-    for size in parameter.shape:
-        count *= size
-    return count
-
-
-def bytes_by_group(held: Sequence[HeldParameter], dp: int, zero: int = 2) -> dict[str, int]:
-    """Bytes of each group that ZeRO exchanges at once, its parameters padded to equal shards over dp."""
-    sizes: dict[str, int] = {}
-    for parameter in held:
-        sizes[parameter.group] = sizes.get(parameter.group, 0) + padded_bytes(parameter, dp, zero)
-    return sizes

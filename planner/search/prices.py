@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from math import log2
+from math import gcd, log2
 from typing import Any
 
 from ...cost_models.communication import axis_group, collective_seconds, edge_group
@@ -95,12 +95,20 @@ class Prices:
     def send_seconds(self, num_bytes: int, edge: int) -> float:
         """One message from pipeline stage `edge` to the next one (from the last to the first where they are a ring)."""
         stride = self.mesh.stride("pp")
+        edge = self.alike_edge(edge)
         is_ring = edge == self.mesh.pp - 1
         key = ("edge", -1 if is_ring else edge, stride, num_bytes)
         if key not in self._known:
             group = axis_group(2, stride, self.cluster) if is_ring else edge_group(edge, stride, self.cluster)
             self._known[key] = collective_seconds("send", num_bytes, group, self.cluster)
         return self._known[key]
+
+    def alike_edge(self, edge: int) -> int:
+        """The first pipeline edge that costs the same: edges a whole node apart are alike."""
+        if edge == self.mesh.pp - 1:
+            return edge
+        per_node = self.cluster.gpus_per_node
+        return edge % (per_node // gcd(self.mesh.stride("pp"), per_node))
 
     def _extent(self, axis: str) -> tuple[int, int]:
         mesh = self.mesh

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
@@ -62,12 +63,9 @@ class Refiner:
         return self._joint[mesh]
 
     def _build(self, mesh: Mesh) -> _Joint | None:
-        uses = self.leaves.uses(mesh)
-        num_nodes = sum(len(template.nodes) for template in uses.space.graph.templates)
-        num_axes = sum(not axis.is_time for axis in mesh.axes)
-        # Two axes square the choices of a node: do not even list them where there are many nodes.
-        if self.spent + num_nodes * num_axes**2 > _ALL_CHOICES or num_nodes * num_axes**3 > _MOST_CHOICES // 2:
+        if self._is_large(mesh) or self.spent + self._num_nodes * _num_axes(mesh) ** 2 > _ALL_CHOICES:
             return None
+        uses = self.leaves.uses(mesh)
         built, alive = joint_problem(self.leaves, uses)
         size = sum(map(len, alive))
         if size > _MOST_CHOICES or self.spent + size > _ALL_CHOICES:
@@ -75,9 +73,19 @@ class Refiner:
         self.spent += size
         return _Joint(built=built, uses=uses, alive=alive)
 
+    @cached_property
+    def _num_nodes(self) -> int:
+        return sum(len(template.nodes) for template in self.setting.graph.templates)
+
+    def _is_large(self, mesh: Mesh) -> bool:
+        """Whether its choices are not even listed: two axes square those of a node."""
+        return self._num_nodes * _num_axes(mesh) ** 3 > _MOST_CHOICES // 2
+
     def bound(self, best: Candidate, bounds: Mapping[Mesh, float]) -> float:
         """A lower bound of all plans; `bounds` are lower bounds of every mesh, improved where they are below `best`."""
-        found = best.cost.step_seconds
+        # What no program improves bounds the answer at once, and ends the work on the others.
+        large = (bounds[mesh] for mesh in bounds if self._is_large(mesh))
+        found = min((best.cost.step_seconds, *large))
         for mesh in sorted(bounds, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches)):
             if bounds[mesh] >= found:
                 break
@@ -150,3 +158,7 @@ class Refiner:
                 cuts = tuple(dict.fromkeys(stages for stages in known if len(stages) == num_stages))
             fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
+
+
+def _num_axes(mesh: Mesh) -> int:
+    return sum(not axis.is_time for axis in mesh.axes)

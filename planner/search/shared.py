@@ -15,6 +15,7 @@ from typing import Any
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..sharding.program import ModelProgram, Placements, TemplatePlacement, TemplateProgram, local_program
+from .unit_kinds import UnitKinds
 
 DATA_AXES = ("dp", MICROBATCH)
 
@@ -31,6 +32,13 @@ class Shared:
     costs: dict[Hashable, Any] = field(default_factory=dict)  # each module keeps its own kind under its own keys
     prices: dict[Hashable, Any] = field(default_factory=dict)
     _labels: dict[int, tuple[TemplatePlacement, _Labels]] = field(default_factory=dict)
+
+    def kinds(self, graph: ModelGraph) -> UnitKinds:
+        """What is known of a graph's units."""
+        key = ("kinds", id(graph))  # the kinds keep the graph alive, so its id stays its own
+        if key not in self.costs:
+            self.costs[key] = UnitKinds(graph)
+        return self.costs[key]
 
     def program(self, graph: ModelGraph, placements: Placements, mesh: Mesh) -> ModelProgram:
         """As `model_program`, with the templates that another mesh has lowered already.

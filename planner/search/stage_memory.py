@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
-from .held_parameters import HeldParameter, parameter_bytes, shard_bytes
-from .parameter_seconds import bytes_by_group
+from .held_parameters import shard_bytes
+from .holdings import Holdings
 from .prices import Prices
-from .unit_costs import UnitCost
 
 # Of the buckets of gradients and of parameters. Source: defaults of deepspeed.ai/docs/config-json.
 _BUCKET_ELEMENTS = 500_000_000
@@ -25,50 +24,52 @@ class StageMemory:
 
     def without_activations(
         self,
-        units: Sequence[UnitCost],
-        held: Sequence[HeldParameter],
-        stored: Sequence[HeldParameter],
+        working_bytes: int,
+        held: Holdings,
+        stored: Holdings,
         zero: int,
     ) -> Memory:
-        """Peak bytes without activations and overhead. Under ZeRO with several microbatches FSDP2 keeps gathered
-        parameters and unreduced gradients until the last backward; with one only those of the groups at work."""
+        """Peak bytes without activations and overhead. `working_bytes`: of the unit that works with most.
+
+        Under ZeRO with several microbatches FSDP2 keeps gathered parameters and unreduced gradients until the last
+        backward; with one only those of the groups at work.
+        """
         dp = self.prices.mesh.shards  # all of dp under ZeRO-1
-        trained = sum(parameter_bytes(parameter) for parameter in stored if parameter.trainable)
         shards = dp if zero >= 2 else 1
-        frozen = sum(shard_bytes(parameter, shards, 0) for parameter in stored if not parameter.trainable)
+        frozen = sum(n * shard_bytes(p, shards, 0) for p, n in stored.parameters if not p.trainable)
         memory = state_bytes(
-            trained,
+            stored.trained_bytes,
             zero=zero,
             dp=dp,
             optimizer=self.optimizer,
             precision=self.precision,
-            largest_unit_bytes=max(bytes_by_group(stored, 1).values(), default=0),
+            largest_unit_bytes=_largest(stored.group_bytes(1)),
             shard_bytes=self._shard_bytes(stored, zero),
             frozen_bytes=frozen,
         )
         memory = self._as_kept(memory)
         if zero == 1 and dp > 1:
             # The parts of a group, padded, and the buffer that they are put into.
-            size = max(bytes_by_group(held, dp, zero=1).values(), default=0)
+            size = _largest(held.group_bytes(dp, 1))
             if self.prices.stack.zero_1 == "buckets":
-                size = min(_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], sum(map(parameter_bytes, held)))
+                size = min(_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], held.num_bytes)
             memory = replace(memory, gather_buffers=2 * size)
         if zero >= 2 and dp > 1:
             stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
             keeps_gradients = is_accumulated and stack.accumulation == "unsharded"
-            whole = sum(bytes_by_group(held, dp).values()) if keeps_gradients or stack.resharding == "never" else 0
+            whole = _all(held.group_bytes(dp)) if keeps_gradients or stack.resharding == "never" else 0
             if keeps_gradients:
-                whole += sum(bytes_by_group([p for p in held if p.trainable], dp).values())
+                whole += _all(held.group_bytes(dp, trained=True))
             memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
-        return memory + Memory(temporary=max((unit.working_bytes for unit in units), default=0))
+        return memory + Memory(temporary=working_bytes)
 
-    def _shard_bytes(self, stored: Sequence[HeldParameter], zero: int) -> int | None:
+    def _shard_bytes(self, stored: Holdings, zero: int) -> int | None:
         """What ZeRO leaves of trained parameters on the first rank, the fullest: each is cut by itself; flat buffers
         are even."""
         if self.prices.stack.fsdp == "flat":
             return None
         dp = self.prices.mesh.shards
-        return sum(shard_bytes(parameter, dp, 0, zero) for parameter in stored if parameter.trainable)
+        return sum(n * shard_bytes(p, dp, 0, zero) for p, n in stored.trained)
 
     def with_saved(self, memory: Memory, saved_bytes: int, in_flight: float) -> Memory:
         """With what `in_flight` microbatches keep."""
@@ -110,3 +111,11 @@ class StageMemory:
             master_weights=0,
             optimizer=int(memory.optimizer * share),
         )
+
+
+def _largest(groups: Sequence[tuple[int, int]]) -> int:
+    return max((size for size, _ in groups), default=0)
+
+
+def _all(groups: Sequence[tuple[int, int]]) -> int:
+    return sum(size * count for size, count in groups)

@@ -503,15 +503,15 @@ class _Sweep:
         last = len(self.space.graph.units)
         if mesh.pp == 1:
             return ((0, last),)
-        units = [evaluator.unit(index, recompute=checkpoint) for index in range(1, last)]
+        units = evaluator.costs.by_unit(checkpoint)
         gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
         rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
         working = max(unit.working_bytes for unit in units)
         cutting = Cutting(
             seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
-            held_bytes=tuple(float(evaluator.unit_state_bytes(index, zero)) for index in range(1, last)),
+            held_bytes=evaluator.costs.states(zero),
             kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
-            cut_seconds=tuple(2 * evaluator.send_seconds(index + 1, 0) for index in range(1, last)),
+            cut_seconds=tuple(2 * evaluator.costs.send_seconds(index + 1, 0) for index in range(1, last)),
             in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
             rank_of=rank_of,
             microbatches=mesh.microbatches,

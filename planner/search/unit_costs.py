@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -18,6 +19,7 @@ from .kernels import stack_work, stack_works
 from .prices import Prices, saved_on_device
 from .split_backward import trained_operands
 from .storages import shares_memory
+from .unit_kinds import UnitKinds
 
 # What is run again before its backward: nothing, all of each block but products and attention, or every block. Then
 # what published software does: every second block, most blocks, the attention kernel of each block, or all but
@@ -47,8 +49,13 @@ class Seconds:
         return {"dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}[name]
 
     def __mul__(self, factor: float) -> Seconds:
-        values = {name: factor * getattr(self, name) for name in self.__slots__}
-        return Seconds(**values)
+        return Seconds(
+            compute=factor * self.compute,
+            tp=factor * self.tp,
+            cp=factor * self.cp,
+            ep=factor * self.ep,
+            dp=factor * self.dp,
+        )
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
@@ -129,9 +136,10 @@ class UnitCosts:
 
     program: ModelProgram
     prices: Prices
+    kinds: UnitKinds
     keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
     _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, bool]] = field(default_factory=dict, init=False)
-    _units: dict[tuple[object, ...], UnitCost] = field(default_factory=dict, init=False)
+    _units: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -144,10 +152,9 @@ class UnitCosts:
     def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
         """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
         policy = self._policy(index, recompute)
-        unit = self.graph.units[index]
-        sources = tuple((self.graph.units[value.unit].template, value.output) for value in unit.inputs)
-        key = (unit.template, policy, sources)
+        key = (self.kinds.alike[index], policy)
         if key not in self._units:
+            unit = self.graph.units[index]
             cost = self.template(unit.template, recompute=policy)
             forward, backward = cost.forward, cost.backward
             for position in range(len(unit.inputs)):
@@ -155,6 +162,12 @@ class UnitCosts:
                 forward, backward = forward + ahead, backward + back
             self._units[key] = replace(cost, forward=forward, backward=backward)
         return self._units[key]
+
+    def counted(self, units: range, *, recompute: bool | str) -> Iterator[tuple[UnitCost, int]]:
+        """The costs of some units, equal ones once, and how many of each there are."""
+        counts = Counter((self.kinds.alike[index], self._policy(index, recompute)) for index in units)
+        for (index, policy), count in counts.items():
+            yield self.unit(index, recompute=policy), count
 
     def stage_saved_bytes(self, first: int, last: int, *, recompute: bool | str) -> int:
         """What autograd keeps of one microbatch of units [first, last)."""

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ PARAMETER_AXES = ("ep", "tp")
 _ALWAYS_WRITTEN = ("pp", "dp", "tp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """pp x dp x ep x cp x tp ranks, and the number of microbatches a step.
 
@@ -67,10 +69,10 @@ class Mesh:
         """The ranks of dp that ZeRO-2 and ZeRO-3 split over."""
         return self.dp // self.replicas
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
         """Rank axes in mesh order, size 1 included."""
-        return {"pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+        return MappingProxyType({"pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp})
 
     @property
     def written(self) -> dict[str, int]:
@@ -86,7 +88,7 @@ class Mesh:
         """Ranks of one pipeline stage."""
         return self.world_size // self.pp
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Axes that split tensors, major first, without those of size 1: dp, microbatch, ep, cp, tp."""
         every = (

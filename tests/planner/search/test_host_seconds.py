@@ -9,8 +9,9 @@ from autopar.cost_models.compute import device_seconds
 from autopar.cost_models.hardware import Curve, Gpu, HostCosts, UpdateCosts, load_gpu
 from autopar.cost_models.optimizer import optimizer_seconds
 from autopar.cost_models.work import Gemm, Pass
+from autopar.planner.search.held_parameters import HeldParameter
+from autopar.planner.search.holdings import Holdings
 from autopar.planner.search.host_seconds import fsdp_hooks, holds_dtensors
-from autopar.planner.search.step_collectives import HeldParameter
 from autopar.planner.sharding.mesh import Mesh
 
 CPU = load_gpu("cpu-local")
@@ -44,7 +45,7 @@ def test_fsdp_hooks_count_groups_and_parameters() -> None:
         fsdp_group_backward_seconds=2.0,
         fsdp_parameter_backward_seconds=0.2,
     )
-    held = [_held("a", "h.0"), _held("b", "h.0"), _held("c", "")]
+    held = Holdings.of([_held("a", "h.0"), _held("b", "h.0"), _held("c", "")])
     assert fsdp_hooks(held, replace(CPU, host=host)) == pytest.approx((2.3, 4.6))
     assert fsdp_hooks(held, CPU) == (0.0, 0.0)
 

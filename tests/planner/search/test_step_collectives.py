@@ -22,7 +22,9 @@ from autopar.planner.search.held_parameters import (
     padded_bytes,
     shard_bytes,
 )
+from autopar.planner.search.holdings import Holdings, stage_holdings
 from autopar.planner.search.step_collectives import expected_collectives
+from autopar.planner.search.unit_kinds import UnitKinds
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.placement import REPLICATED, split
 from autopar.planner.sharding.program import model_program
@@ -246,6 +248,26 @@ def test_parameters_of_a_stage():
     assert held["h.1.down"].shape == (WIDTH, HIDDEN // 2)
     assert held["h.2.up"].group == "h.2"
     assert held["h.1.up"].partial == frozenset({"dp"})
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, microbatches=2)])
+def test_stages_are_folded_as_if_every_parameter_were_looked_at(mesh):
+    lowered = program(mesh)
+    last = len(lowered.graph.units)
+    sharing = UnitKinds(lowered.graph).sharing
+    assert sharing  # the tied parameters
+    for first, end in ((0, last), (0, 3), (1, 4), (2, last), (3, 5), (last - 1, last)):
+        folded = stage_holdings(lowered, first, end, sharing)
+        one_by_one = Holdings.of(held_parameters(lowered, first, end))
+        assert Counter(dict(folded.parameters)) == Counter(dict(one_by_one.parameters))
+        assert folded.num_groups == one_by_one.num_groups
+        for dp, zero in ((1, 2), (2, 2), (3, 1)):
+            for trained in (False, True):
+                sizes = [Counter[int]() for _ in range(2)]
+                for counted, held in zip(sizes, (folded, one_by_one), strict=True):
+                    for size, count in held.group_bytes(dp, zero, trained=trained):
+                        counted[size] += count
+                assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,262 @@
+"""A lowered candidate -> seconds and bytes of each of its pipeline stages; equal stages are priced once.
+
+Units are priced by `unit_costs.py`, what parameters take by `parameter_seconds.py`, memory by `stage_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ...cost_models.memory import Memory
+from ..capture.graph import ModelGraph
+from ..sharding.mesh import Mesh
+from ..sharding.placement import local_type
+from ..sharding.program import ModelProgram
+from .holdings import Holdings, stage_holdings
+from .parameter_seconds import ParameterSeconds
+from .prices import Prices
+from .shared import DATA_AXES, Once
+from .stage_memory import StageMemory
+from .step_collectives import REDUCED_AXES, prepared_changes
+from .unit_costs import VARIES_BY_UNIT, Seconds, UnitCost, UnitCosts
+from .unit_kinds import UnitKinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageCost:
+    """One stage: a microbatch, and what runs once a step.
+
+    `weights`: the part of `backward` that only weights need. `host_forward`, `host_backward`: the host's part of both,
+    without what the schedule takes.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weights: Seconds
+    step: Mapping[str, float]  # once a step: compute of the prelude, each axis, optimizer
+    send_seconds: float  # to the next stage, one microbatch
+    memory_bytes: Mapping[str, int]
+    num_parameters: int
+    host_forward: float
+    host_backward: float
+    action_seconds: Mapping[str, float] = field(default_factory=dict)  # by kind, as simulated
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.step.values())
+
+    def slowed(self, factor: float) -> StageCost:
+        """The same on ranks that take `factor` times as long."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            weights=self.weights * factor,
+            step={name: seconds * factor for name, seconds in self.step.items()},
+            host_forward=self.host_forward * factor,
+            host_backward=self.host_backward * factor,
+        )
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of one microbatch."""
+        return self.forward.total + self.backward.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedStage:
+    """A stage wherever it lies: `cost` without memory and messages, `still` without activations, which one microbatch
+    takes `saved_bytes` for."""
+
+    cost: StageCost
+    still: Memory
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Passes:
+    """What of a stage is the same under every ZeRO stage. `prelude`: once a step."""
+
+    forward: Seconds
+    backward: Seconds
+    weights: Seconds
+    prelude: Seconds
+    host_forward: float
+    host_backward: float
+    working_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Stages of one placement on one mesh. `master` has the dtypes that are stored."""
+
+    program: ModelProgram
+    master: ModelGraph
+    prices: Prices
+    kinds: UnitKinds
+    keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
+    optimizer: str
+    precision: str
+    _stages: dict[tuple[object, ...], PricedStage] = field(default_factory=dict, init=False)
+    _states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
+    _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.prices.mesh
+
+    @cached_property
+    def units(self) -> UnitCosts:
+        return UnitCosts(program=self.program, prices=self.prices, kinds=self.kinds, keys=self.keys)
+
+    @cached_property
+    def _parameters(self) -> ParameterSeconds:
+        return ParameterSeconds(prices=self.prices, optimizer=self.optimizer)
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        return StageMemory(prices=self.prices, optimizer=self.optimizer, precision=self.precision)
+
+    @cached_property
+    def _master_program(self) -> ModelProgram:
+        """The same program over the stored dtypes: read for parameters only, so nothing is lowered again."""
+        pairs = zip(self.program.templates, self.master.templates, strict=True)
+        templates = tuple(replace(lowered, template=template) for lowered, template in pairs)
+        return replace(self.program, graph=self.master, templates=templates)
+
+    @cached_property
+    def _layouts(self) -> Hashable:
+        """How every template holds its tensors; dp does not show in their shapes."""
+        axes = tuple(axis for axis in self.mesh.axes if axis.name not in DATA_AXES)
+        return Once((axes, tuple(lowered.tensors for lowered in self.program.templates)))
+
+    @cached_property
+    def _local(self) -> Hashable:
+        """Equal where units cost the same: on whatever pipeline, however ZeRO shards."""
+        return Once((self.keys, self.mesh.dp, self.mesh.microbatches))
+
+    def _held(self, first: int, last: int, *, stored: bool = False) -> Holdings:
+        """The parameters of a stage in the dtypes that run, or in those that are stored."""
+        known = self.prices.shared.costs
+        key = ("held", self.kinds, stored, self._layouts, self._kind_of_stage(first, last))
+        if key not in known:
+            program = self._master_program if stored else self.program
+            known[key] = stage_holdings(program, first, last, self.kinds.sharing)
+        return known[key]
+
+    def _kind_of_stage(self, first: int, last: int) -> tuple[object, ...]:
+        """Equal for stages that cost the same: the same templates in the same order, and the same shared tensors."""
+        shared = tuple(index for index in self.kinds.sharing if first <= index < last)
+        return first <= 1, shared, self.kinds.templates[max(first, 1) : last]
+
+    def priced(self, first: int, last: int, zero: int, recompute: bool | str) -> PricedStage:
+        """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
+        kind = (first, last) if recompute in VARIES_BY_UNIT else self._kind_of_stage(first, last)
+        key = (kind, zero, recompute)
+        if key not in self._stages:
+            self._stages[key] = self._priced(first, last, zero, recompute, self._passes(first, last, recompute, kind))
+        return self._stages[key]
+
+    def _passes(self, first: int, last: int, recompute: bool | str, kind: tuple[object, ...]) -> _Passes:
+        known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind, recompute)
+        if key in known:
+            return known[key]
+        forward, backward, weights = Seconds(), Seconds(), Seconds()
+        host_forward = host_backward = 0.0
+        working = 0
+        for unit, count in self.units.counted(range(max(first, 1), last), recompute=recompute):
+            forward, backward = forward + unit.forward * count, backward + unit.backward * count
+            weights += unit.weights * count
+            host_forward += unit.host_forward * count
+            host_backward += unit.host_backward * count
+            working = max(working, unit.working_bytes)
+        prelude = self.units.template(self.kinds.templates[0], recompute=False).forward
+        prelude += self.units.changes_seconds(prepared_changes(self.program, first, last))[0]
+        found = _Passes(
+            forward=forward,
+            backward=backward,
+            weights=weights,
+            prelude=prelude,
+            host_forward=host_forward,
+            host_backward=host_backward,
+            working_bytes=working,
+            saved_bytes=self.units.stage_saved_bytes(first, last, recompute=recompute),
+        )
+        known[key] = found
+        return found
+
+    def _priced(self, first: int, last: int, zero: int, recompute: bool | str, passes: _Passes) -> PricedStage:
+        held, stored = self._held(first, last), self._held(first, last, stored=True)
+        copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)
+        forward = passes.forward + Seconds(compute=copied_ahead)
+        accumulated = Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
+        backward, weights = passes.backward + accumulated, passes.weights + accumulated
+        prelude = passes.prelude
+        step = {
+            "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
+            "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
+            "optimizer": self._parameters.optimizer_step(stored, zero),
+        }
+        for axis in REDUCED_AXES:
+            step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
+        cost = StageCost(
+            forward=forward,
+            backward=backward,
+            weights=weights,
+            step=step,
+            send_seconds=0.0,
+            memory_bytes={},
+            num_parameters=stored.num_elements,
+            host_forward=passes.host_forward,
+            host_backward=passes.host_backward,
+        )
+        still = self.memory.without_activations(passes.working_bytes, held, stored, zero)
+        return PricedStage(cost=cost, still=still, saved_bytes=passes.saved_bytes)
+
+    # --- by unit, for the cut ---
+
+    def by_unit(self, recompute: bool | str) -> tuple[UnitCost, ...]:
+        """The cost of every unit but the prelude."""
+        return tuple(self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates)))
+
+    def states(self, zero: int) -> tuple[float, ...]:
+        """Parameters, gradients and optimizer state of every unit but the prelude."""
+        if zero not in self._states:
+            known: dict[int, float] = {}
+            found: list[float] = []
+            for index in range(1, len(self.kinds.templates)):
+                alike = index if index in self.kinds.sharing else -1 - self.kinds.templates[index]
+                if alike not in known:
+                    known[alike] = self._unit_states(index, zero)
+                found.append(known[alike])
+            self._states[zero] = tuple(found)
+        return self._states[zero]
+
+    def _unit_states(self, index: int, zero: int) -> float:
+        stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
+        parts = self.memory.with_activations(self.memory.without_activations(0, held, stored, zero), 0, 1)
+        return float(parts["total"] - parts["overhead"])
+
+    # --- messages ---
+
+    def send_seconds(self, boundary: int, edge: int) -> float:
+        """Messages of one microbatch before unit `boundary`, from pipeline stage `edge` to the next."""
+        if boundary >= len(self.kinds.templates):
+            return 0.0
+        made = tuple((self.kinds.templates[value.unit], value.output) for value in self.kinds.crossing[boundary])
+        edge = self.prices.alike_edge(edge)
+        if (made, edge) not in self._sends:
+            self._sends[made, edge] = sum(self._sent(template, output, edge) for template, output in made)
+        return self._sends[made, edge]
+
+    def _sent(self, template: int, output: int, edge: int) -> float:
+        lowered = self.program.templates[template]
+        kind = lowered.template.type_of(lowered.template.outputs[output])
+        size = local_type(kind, lowered.outputs[output].layout, self.mesh.axes).num_bytes
+        if self.prices.stack.pipeline_messages == "scattered":
+            gathered = self.prices.use_seconds("tp", "all_gather", size)
+            return self.prices.send_seconds(size // self.mesh.tp, edge) + gathered
+        return self.prices.send_seconds(size, edge)

@@ -1,0 +1,66 @@
+"""The units of a graph -> which of them are alike, which hold the same tensors, and what crosses between them.
+
+All of it depends on the graph alone, so it is worked out once for all meshes and placements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..capture.graph import ModelGraph, Value
+from .step_collectives import PRELUDE_UNIT
+
+
+@dataclass(frozen=True, eq=False)
+class UnitKinds:
+    """Facts about the units of one graph, by their index."""
+
+    graph: ModelGraph
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every unit the first of its kind: the same template, and inputs that the same templates make."""
+        units = self.graph.units
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault(
+                (unit.template, tuple((units[value.unit].template, value.output) for value in unit.inputs)), index
+            )
+            for index, unit in enumerate(units)
+        )
+
+    @cached_property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """(first unit, how many) of every kind, without the prelude."""
+        found: dict[int, int] = {}
+        for index in self.alike[1:]:
+            found[index] = found.get(index, 0) + 1
+        return tuple(found.items())
+
+    @cached_property
+    def templates(self) -> tuple[int, ...]:
+        """The template of every unit."""
+        return tuple(unit.template for unit in self.graph.units)
+
+    @cached_property
+    def sharing(self) -> frozenset[int]:
+        """Units that hold a tensor which another unit holds too."""
+        holders: dict[str, set[int]] = {}
+        for index, unit in enumerate(self.graph.units):
+            for _, fqn in unit.tensors:
+                holders.setdefault(fqn, set()).add(index)
+        return frozenset(index for units in holders.values() if len(units) > 1 for index in units)
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[Value, ...], ...]:
+        """For every unit the values on a pipeline edge before it: made before, read there or behind."""
+        last_read: dict[Value, int] = {}
+        for index, unit in enumerate(self.graph.units):
+            last_read.update(dict.fromkeys(unit.inputs, index))
+        found: list[list[Value]] = [[] for _ in self.graph.units]
+        for value in sorted(last_read, key=lambda value: (value.unit, value.output)):
+            if value.unit != PRELUDE_UNIT:
+                for boundary in range(value.unit + 1, last_read[value] + 1):
+                    found[boundary].append(value)
+        return tuple(map(tuple, found))
