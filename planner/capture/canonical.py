@@ -16,8 +16,9 @@ from .cells import Cell, read_all
 from .flat import FlatGraph, FlatNode, ModuleCall
 from .folded.refusals import CannotFold
 from .graph import Arg, Kind, ModelInput, Ref, TensorType, refs_of
-from .rewrites import REWRITES, positive, slice_bounds, symbols
+from .rewrites import REWRITES, positive, symbols
 from .stamps import Stamp, make_stamp
+from .unview import unview_of
 from .user_lines import in_stack_trace
 
 if TYPE_CHECKING:
@@ -351,36 +352,9 @@ class Translator:
             return self._emit(target, operands, out)[index]
 
         def unview(base: Ref, new: Ref) -> Ref:
-            return self._unview(target, base, new, arguments, index, where)
+            return unview_of(self.builder, target, base, new, arguments, index=index, where=where)
 
         return Cell(ref, base=source, view=view, unview=unview, seen_version=source.version)
-
-    def _unview(
-        self, target: torch._ops.OpOverload, base: Ref, new: Ref, arguments: dict[str, Any], index: int, where: str
-    ) -> Ref:
-        """The base with `new` in the place of the view."""
-        b, whole = self.builder, self.builder.type_of(base)
-        rank, name = len(whole.shape), target._opname
-        defaults: dict[str, Any] = {a.name: arguments.get(a.name, a.default_value) for a in target._schema.arguments}
-        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"):
-            return b.reshape(new, whole.shape)
-        if name in ("transpose", "t", "mT", "numpy_T", "swapaxes", "swapdims"):
-            args = defaults if name == "transpose" else {"dim0": rank - 2, "dim1": rank - 1}
-            return b.op("aten.transpose.int", (new, positive(args["dim0"], rank), positive(args["dim1"], rank)), whole)
-        if name == "permute":
-            order = [positive(dim, rank) for dim in defaults["dims"]]
-            return b.op("aten.permute.default", (new, tuple(order.index(dim) for dim in range(rank))), whole)
-        if name in ("select", "unbind"):
-            dim = positive(defaults["dim"], rank)
-            at = index if name == "unbind" else positive(defaults["index"], whole.shape[dim])
-            return b.op("aten.select_scatter.default", (base, new, dim, at), whole)
-        if name == "slice":
-            dim = positive(defaults["dim"], rank)
-            start, end = slice_bounds(defaults["start"], defaults["end"], whole.shape[dim])
-            return b.op("aten.slice_scatter.default", (base, new, dim, start, end, defaults["step"]), whole)
-        raise UnsupportedModel(
-            f"an in-place operation writes through {target}", where=where, fix="write it out of place"
-        )
 
 
 def _same(base: Ref) -> Ref:

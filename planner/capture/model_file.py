@@ -6,16 +6,12 @@ file, from what the function returns, or from `--input name=int64[B,1024]`.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import importlib.util
-import inspect
-import re
 import sys
 import traceback
 import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,70 +22,13 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import AutoparError
 from ..errors import UnsupportedModel
+from .input_spec import InputSpec, parse_input
 from .light_torch import Unfilled
+from .model_arguments import batch_parameter, converted, parameters_of, required_by, signature_of
 
 NAMES = ("build", "build_model", "model")
 DEFAULT_BATCH_SIZE = 8
 Inputs = tuple[tuple[object, ...], dict[str, object]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
-    """`--input name=int64[B,1024]<50257`: B is the batch size; integers lie in [0, limit), 2 without a limit."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | None, ...]
-    limit: int | None = None
-
-    def tensor(self, batch_size: int, generator: torch.Generator, *, device: str = "cpu") -> Tensor:
-        """Values of the input; those on meta take no memory.
-
-        Raises:
-            AutoparError: it does not fit in this machine's memory.
-        """
-        shape = [batch_size if size is None else size for size in self.shape]
-        dtype = getattr(torch, self.dtype)
-        try:
-            if device == "meta":
-                return torch.empty(shape, dtype=dtype, device="meta")
-            return self._drawn(shape, dtype, generator).to(device)
-        except RuntimeError as error:
-            raise AutoparError(
-                f"cannot make the input {self.name} of shape {shape}: {str(error).splitlines()[0]}",
-                fix=f"give --input {self.name} smaller sizes",
-            ) from error
-
-    def _drawn(self, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-        if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
-        return torch.randint(self.limit or 2, shape, generator=generator, device="cpu").to(dtype)
-
-
-_SPEC = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:<(?P<limit>\d+))?")
-
-
-def parse_input(name: str, text: str) -> InputSpec:
-    """Read the right-hand side of `--input name=...`.
-
-    Raises:
-        AutoparError: not of the form dtype[sizes], or no such dtype.
-    """
-    match = _SPEC.fullmatch(text.replace(" ", ""))
-    fix = f"write --input {name}=int64[B,1024]; B is the batch size, int64[B,1024]<50257 bounds the values"
-    if match is None:
-        raise AutoparError(f"cannot read --input {name}={text}", fix=fix)
-    dtype = {"float": "float32", "int": "int64", "long": "int64"}.get(match["dtype"], match["dtype"])
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise AutoparError(f"--input {name}={text}: torch has no dtype {dtype!r}", fix=fix)
-    sizes = [size for size in match["shape"].split(",") if size]
-    if not all(size == "B" or size.isdigit() for size in sizes):
-        raise AutoparError(f"--input {name}={text}: sizes are numbers or B", fix=fix)
-    limit = int(match["limit"]) if match["limit"] else None
-    if limit == 0:
-        raise AutoparError(f"--input {name}={text}: no value lies below 0", fix=fix)
-    shape = tuple(None if size == "B" else int(size) for size in sizes)
-    return InputSpec(name=name, dtype=dtype, shape=shape, limit=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +63,7 @@ class LoadedModel:
             if device != "cpu":
                 raise AutoparError(f"{self.name} is an instance, it cannot be built on {device}", where=str(self.path))
             return copy.deepcopy(self.target), None
-        accepted = {k: v for k, v in self.arguments.items() if k in _parameters(self.target, self.arguments)}
+        accepted = {k: v for k, v in self.arguments.items() if k in parameters_of(self.target, self.arguments)}
         drawn = Unfilled() if device == "meta" else contextlib.nullcontext()
         with torch.random.fork_rng(devices=[]), torch.device(device), drawn:
             torch.manual_seed(seed)
@@ -161,9 +100,9 @@ class LoadedModel:
                         "--input NAME=int64[B,1024] for every argument of forward",
                     )
             else:
-                given = {k: v for k, v in self.arguments.items() if k in _parameters(self.example_inputs, ())}
+                given = {k: v for k, v in self.arguments.items() if k in parameters_of(self.example_inputs, ())}
                 if self.takes_batch_size:
-                    given = {_batch_parameter(self.example_inputs): batch_size, **given}
+                    given = {batch_parameter(self.example_inputs): batch_size, **given}
                 with torch.device(device):
                     made = _call(self.example_inputs, "example_inputs", self.path, **given)
                     if self.example_kwargs is not None:
@@ -198,15 +137,15 @@ def load_model_file(
         _function(module, file, key) for key in ("example_inputs", "example_kwargs", "loss")
     )
     specs = tuple(parse_input(key, value) for key, value in (inputs or {}).items())
-    batch = _batch_parameter(example_inputs) if example_inputs is not None else None
+    batch = batch_parameter(example_inputs) if example_inputs is not None else None
     default = DEFAULT_BATCH_SIZE
     if example_inputs is not None and batch is not None:
-        value = _signature(example_inputs)[batch].default
+        value = signature_of(example_inputs)[batch].default
         default = value if isinstance(value, int) else default
     return LoadedModel(
         path=file,
         name=found,
-        arguments=_converted(target, example_inputs, arguments, file, found),
+        arguments=converted(target, example_inputs, arguments, file, found),
         input_specs=specs,
         loss=loss,
         takes_batch_size=any(None in spec.shape for spec in specs) if specs else batch is not None,
@@ -250,7 +189,7 @@ def _discover(module: types.ModuleType, file: Path, arguments: Mapping[str, obje
         if hasattr(module, name):
             return name
     classes = _own_classes(module)
-    ready = [name for name in classes if not _required(getattr(module, name)) - arguments.keys()]
+    ready = [name for name in classes if not required_by(getattr(module, name)) - arguments.keys()]
     if len(ready) == 1:
         return ready[0]
     found = ready or classes
@@ -277,104 +216,6 @@ def _candidates(module: types.ModuleType) -> list[str]:
     named = [name for name in NAMES if hasattr(module, name)]
     instances = [name for name, value in vars(module).items() if isinstance(value, nn.Module) and name not in named]
     return named + _own_classes(module) + instances
-
-
-def _signature(target: object) -> Mapping[str, inspect.Parameter]:
-    assert callable(target)
-    return inspect.signature(target).parameters
-
-
-def _required(target: object) -> set[str]:
-    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {k for k, p in _signature(target).items() if p.default is p.empty and p.kind not in skipped}
-
-
-def _parameters(target: object, everything: typing.Iterable[str]) -> set[str]:
-    """Names of the keyword arguments of a callable; `everything` where it takes **kwargs."""
-    if isinstance(target, nn.Module):
-        return set()
-    found: set[str] = set()
-    for name, parameter in _signature(target).items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            found |= set(everything)
-        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found.add(name)
-    return found
-
-
-def _batch_parameter(example_inputs: Callable[..., object]) -> str | None:
-    return next((name for name in _signature(example_inputs) if name in ("batch_size", "batch", "n")), None)
-
-
-def _converted(
-    target: object, example_inputs: object, arguments: Mapping[str, object], file: Path, name: str
-) -> dict[str, object]:
-    sources = [s for s in (target, example_inputs) if callable(s) and not isinstance(s, nn.Module)]
-    valid: set[str] = set()
-    for source in sources:
-        valid |= _parameters(source, arguments)
-    if example_inputs is not None and callable(example_inputs):
-        valid -= {_batch_parameter(example_inputs) or ""} - _parameters(target, ())
-    converted = {}
-    for key, value in arguments.items():
-        if key not in valid:
-            known = ", ".join(sorted(valid)) or "none, it takes no arguments"
-            raise AutoparError(f"{name} in {file.name} has no argument {key!r}", where=str(file), fix=f"valid: {known}")
-        source = next((s for s in sources if key in _signature(s)), None)
-        converted[key] = convert(value, source, key) if isinstance(value, str) and source else value
-    missing = _required(target) - converted.keys() if not isinstance(target, nn.Module) else set()
-    if missing:
-        wanted = " ".join(f"--set {key}=..." for key in sorted(missing))
-        raise AutoparError(f"{name} in {file.name} needs arguments", where=str(file), fix=f"give {wanted}")
-    return converted
-
-
-def convert(text: str, source: object, key: str) -> object:
-    """The text of `--set key=text` as the type that the annotation or the default of the parameter asks for.
-
-    Raises:
-        AutoparError: the text is none of the types.
-    """
-    parameter = _signature(source)[key]
-    try:
-        hint = typing.get_type_hints(source.__init__ if isinstance(source, type) else source).get(key)
-    except (NameError, TypeError):
-        hint = None
-    if hint is None and parameter.default not in (None, parameter.empty):
-        hint = type(parameter.default)
-    kinds = (
-        typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else ()
-    )
-    kinds = kinds or ((hint,) if hint is not None else ())
-    if types.NoneType in kinds and text.lower() == "none":
-        return None
-    for kind in (bool, int, float):
-        if kind in kinds:
-            try:
-                return _literal(text, kind)
-            except ValueError:
-                continue
-    if not kinds or str in kinds:
-        return text if kinds else _guess(text)
-    if not any(kind in (bool, int, float) for kind in kinds):
-        return _guess(text)
-    names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-    raise AutoparError(f"--set {key}={text}: expected {names}", fix=f"give {key} as {names}")
-
-
-def _literal(text: str, kind: type) -> object:
-    if kind is bool:
-        if text.lower() in ("true", "false", "1", "0", "yes", "no"):
-            return text.lower() in ("true", "1", "yes")
-        raise ValueError(text)
-    return kind(text.replace("_", ""))
-
-
-def _guess(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _as_inputs(made: object, file: Path) -> Inputs:

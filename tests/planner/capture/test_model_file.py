@@ -4,7 +4,8 @@ import pytest
 import torch
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture import capture_model
-from autopar.planner.capture.model_file import load_model_file, parse_input
+from autopar.planner.capture.input_spec import parse_input
+from autopar.planner.capture.model_file import load_model_file
 from autopar.planner.errors import UnsupportedModel
 from compare import SAMPLES, capture
 
