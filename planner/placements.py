@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..cost_models.errors import AutoparError
 from .capture.graph import Kind, ModelGraph, Node, Template
+from .checkpointing import Checkpointing, by_unit
 from .errors import UnsupportedModel
 from .plan import Plan
 from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh
@@ -65,6 +66,17 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
                     fix="choose another placement for this node, or another mesh",
                 ) from None
     return found
+
+
+def checkpointing_of(plan: Plan, graph: ModelGraph) -> Checkpointing:
+    """What of the graph's blocks the backward computes again.
+
+    Raises:
+        AutoparError: the plan names a block that there is not, or leaves one out.
+    """
+    if not plan.checkpoint_by_block:
+        return plan.activation_checkpoint
+    return by_unit(graph, plan.checkpoint_by_block, where="plan.json: checkpoint_by_block")
 
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:

@@ -119,7 +119,7 @@ class Plan:
     microbatches: int
     schedule: str  # a file of schedules/: "none", "1f1b" ...
     zero: int
-    activation_checkpoint: str  # "none" | "selective" | "full"
+    activation_checkpoint: str  # "none" | "selective" | "full" | "mixed": as `checkpoint_by_block` says
     stages: tuple[StagePlan, ...]  # in the order of the model
     placements: Mapping[str, Mapping[str, Mapping[str, str]]]
     tensors: Mapping[str, Mapping[str, str]]
@@ -133,6 +133,7 @@ class Plan:
     solver: SolverReport
     pins: Mapping[str, str]  # option name -> value the user fixed
     notes: tuple[str, ...] = ()
+    checkpoint_by_block: Mapping[str, str] = _optional()  # pattern -> policy of every block, where they are mixed
     zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks of dp that ZeRO-2 and 3 split; 0: all
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...
     # By rank on pp, of all its stages together: component -> bytes. Empty where every rank holds one stage.

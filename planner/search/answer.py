@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
+from ..checkpointing import Checkpointing
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
 from .batch import BatchSplit
@@ -41,7 +42,7 @@ class Candidate:
     stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
     schedule: str
     zero: int
-    activation_checkpoint: str
+    activation_checkpoint: Checkpointing
     cost: Evaluated
     hbm_bytes: tuple[int, ...]  # by pipeline rank
 

@@ -18,6 +18,7 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
+from ..checkpointing import MIXED, POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import AXES, Axis, Mesh
 from .batch import BatchSplit, splits_evenly
@@ -29,7 +30,6 @@ from .step_uses import splits
 Pipeline = tuple[str, int]  # schedule, stages per rank
 
 ZERO_STAGES = (0, 1, 2, 3)
-CHECKPOINTS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Pins:
     schedule: str | None = None
     stages_per_rank: int | None = None
     zero: int | None = None
-    activation_checkpoint: str | None = None
+    activation_checkpoint: str | None = None  # of all blocks, or "h.{0..2}=full,h.3=selective"
     zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
 
     def check(self) -> None:
@@ -58,19 +58,15 @@ class Pins:
         if self.zero is not None and self.zero not in ZERO_STAGES:
             stages = ", ".join(map(str, ZERO_STAGES))
             raise AutoparError(f"ZeRO stage {self.zero} cannot be emitted", fix=f"choose one of {stages}")
-        if self.activation_checkpoint not in (None, *CHECKPOINTS):
-            raise AutoparError(
-                f"activation checkpointing {self.activation_checkpoint!r} cannot be emitted",
-                fix=f"choose one of {', '.join(CHECKPOINTS)}",
-            )
+        checkpoint = self.activation_checkpoint or "none"
+        if checkpoint not in POLICIES:
+            parse_checkpoints(checkpoint, where=f"--activation-checkpoint {checkpoint}")
+            checkpoint = MIXED
         if self.schedule is not None:
             schedule = get_schedule(self.schedule)
-            for name, zero, checkpoint in (
-                ("zero", self.zero or 0, "none"),
-                ("activation-checkpoint", 0, self.activation_checkpoint or "none"),
-            ):
-                if reason := schedule.refuse_policies(zero, checkpoint):
-                    value = zero if name == "zero" else checkpoint
+            for name, zero, policy in (("zero", self.zero or 0, "none"), ("activation-checkpoint", 0, checkpoint)):
+                if reason := schedule.refuse_policies(zero, policy):
+                    value = zero if name == "zero" else self.activation_checkpoint
                     raise AutoparError(
                         f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="let one of the two free"
                     )
@@ -329,14 +325,16 @@ def _splits_evenly(space: Space, batch: BatchSplit, parts: int) -> bool:
     return known[parts]
 
 
-def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+def pipelines_for(
+    mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: Checkpointing = "none"
+) -> list[Pipeline]:
     """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
     for name in schedule_names() if pins.schedule is None else (pins.schedule,):
         schedule = get_schedule(name)
         if pins.schedule is None and mesh.microbatches < schedule.searched_from:
             continue
-        if schedule.refuse_policies(zero, checkpoint):
+        if schedule.refuse_policies(zero, name_of(checkpoint)):
             continue
         for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
             if stages * mesh.pp <= pieces and not schedule.refuse(mesh.pp, stages, mesh.microbatches):
@@ -359,6 +357,21 @@ def _no_pipeline(mesh: Mesh, pins: Pins) -> str:
     reasons = [reason for stages in tried if (reason := schedule.refuse(mesh.pp, stages, mesh.microbatches))]
     why = reasons[0] if reasons else f"pp={mesh.pp} with {tried[0]} stages per rank needs more pieces than there are"
     return f"schedule {pins.schedule} cannot run on pp={mesh.pp}: {why}"
+
+
+def checkpoints_for(graph: ModelGraph, pins: Pins) -> tuple[Checkpointing, ...]:
+    """What is pinned, or each policy for all blocks.
+
+    Raises:
+        AutoparError: a pin names a block that there is not.
+    """
+    pinned = pins.activation_checkpoint
+    if pinned is None:
+        return POLICIES
+    if pinned in POLICIES:
+        return (pinned,)
+    where = f"--activation-checkpoint {pinned}"
+    return (by_unit(graph, parse_checkpoints(pinned, where=where), where=where, default="none"),)
 
 
 def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...cost_models.errors import AutoparError
 from ...cost_models.units import GIB
+from ..checkpointing import name_of
 from ..errors import InfeasibleError
 from .candidates import Pins
 from .sweep import Candidate, NothingFits, Setting, search
@@ -28,7 +29,7 @@ def explain(setting: Setting, least: Candidate) -> InfeasibleError:
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB ({held})",
         where=f"{where} {rank} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
-        f"zero={least.zero}, activation checkpointing {least.activation_checkpoint}",
+        f"zero={least.zero}, activation checkpointing {name_of(least.activation_checkpoint)}",
         fix=nearest or "no nearby change fits: use GPUs with more memory, or a smaller model",
     )
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..capture.graph import ITEM_BYTES, Value
+from ..checkpointing import Checkpointing, policy_of
 from ..plan import CollectivePlan
 from ..schedules import Schedule, get_schedule
 from ..sharding.mesh import SPLIT_AXES
@@ -42,7 +43,7 @@ def expected_collectives(
     *,
     zero: int,
     schedule: str,
-    activation_checkpoint: str,
+    activation_checkpoint: Checkpointing,
     dp_rank: int = 0,
 ) -> tuple[CollectivePlan, ...]:
     """Every collective of one rank of every pipeline rank in one step with gradient clipping, by kind and payload.
@@ -71,7 +72,7 @@ def expected_collectives(
 
 
 def _passes(
-    program: ModelProgram, first: int, last: int, activation_checkpoint: str, *, splits: bool
+    program: ModelProgram, first: int, last: int, activation_checkpoint: Checkpointing, *, splits: bool
 ) -> Iterator[tuple[CollectiveUse, str, int]]:
     """(collective, reason, times a step) of the operations and conversions of a stage.
 
@@ -93,7 +94,7 @@ def _passes(
             yield use, use.phase, times
         for use in run_twice(lowered) if splits else ():
             yield use, use.phase, times
-        if activation_checkpoint != "none" and lowered.template.is_module:
+        if policy_of(activation_checkpoint, index) != "none" and lowered.template.is_module:
             for use in recomputed(lowered):
                 yield use, "recompute", times
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, log10
 
 from ...cost_models.errors import AutoparError
+from ..checkpointing import Checkpointing
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
@@ -22,11 +23,11 @@ from .answer import Candidate, Found, NothingFits, Setting, best_of_other_meshes
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import (
-    CHECKPOINTS,
     Pipeline,
     WholeModel,
     always_fills,
     bound_seconds,
+    checkpoints_for,
     may_fit,
     meshes,
     num_cuttable,
@@ -316,7 +317,7 @@ class _Sweep:
         fills = always_fills(self._pipelines(mesh))
         return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, fills=fills)
 
-    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
         return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
 
     def _refuse(self) -> None:
@@ -363,7 +364,7 @@ class _Sweep:
             if isinstance(placements, str):
                 continue
             name = "ZeRO-3 only" if zero else "naive model parallel"
-            checkpoint = pins.activation_checkpoint or "none"
+            checkpoint = checkpoints_for(self.setting.graph, pins)[0]
             evaluator = self._evaluator(mesh, placements)
             for pipeline in self._pipelines(mesh, zero, checkpoint)[:1]:
                 for each in self._candidate(evaluator, pipeline, zero, checkpoint):
@@ -430,9 +431,8 @@ class _Sweep:
         setting = self.setting
         shardings = shardings_for(mesh, setting.pins, setting.cluster)
         evaluators = {r: self._evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
-        for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
+        for checkpoint in checkpoints_for(setting.graph, setting.pins):
             if found and evaluators[shardings[0][1]].least_seconds(checkpoint) >= self.best_seconds:
                 break  # recomputation only costs time
             for zero, replicas in shardings:
@@ -456,7 +456,9 @@ class _Sweep:
             slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
         )
 
-    def _may_win(self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: str, tried: Sequence[Candidate]) -> bool:
+    def _may_win(
+        self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: Checkpointing, tried: Sequence[Candidate]
+    ) -> bool:
         """Whether a schedule is worth a try after others of the same policy.
 
         GPipe and 1F1B are. The others need about as much memory or more, so something must fit, and be slower than they
@@ -469,13 +471,20 @@ class _Sweep:
         best = min(self.best_seconds, *(candidate.cost.step_seconds for candidate in tried if candidate.fits))
         return evaluator.least_seconds(checkpoint) < best
 
-    def _candidate(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> Iterator[Candidate]:
+    def _candidate(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
+    ) -> Iterator[Candidate]:
         stages = self._cut(evaluator, pipeline, zero, checkpoint)
         if not loses_weights(evaluator.program, pipeline[0], stages):
             yield self._costed(evaluator, stages, pipeline[0], zero, checkpoint)
 
     def _costed(
-        self, evaluator: Evaluator, stages: tuple[tuple[int, int], ...], schedule: str, zero: int, checkpoint: str
+        self,
+        evaluator: Evaluator,
+        stages: tuple[tuple[int, int], ...],
+        schedule: str,
+        zero: int,
+        checkpoint: Checkpointing,
     ) -> Candidate:
         mesh = evaluator.mesh
         room = self.setting.cluster.gpu.hbm_bytes
@@ -498,7 +507,9 @@ class _Sweep:
             hbm_bytes=self.devices.of(mesh).hbm_bytes,
         )
 
-    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
+    def _cut(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
+    ) -> tuple[tuple[int, int], ...]:
         mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = len(self.space.graph.units)
         if mesh.pp == 1:

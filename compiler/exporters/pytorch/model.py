@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
+from ....planner.checkpointing import described
+from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import REDUCED_AXES, loss_axes
 from ...held import HeldTensor
@@ -55,8 +57,9 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     policy += [f"{options.schedule}{several}"] if mesh.pp > 1 else []
     within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
     policy += [f"ZeRO-{options.zero}{within}"] if mesh.dp > 1 else []
-    checkpointing = options.activation_checkpoint
-    policy += [f"activation checkpointing {checkpointing}"] if checkpointing != "none" else []
+    if options.activation_checkpoint != "none":
+        mixed = described(options.checkpoint_by_block)
+        policy.append(mixed or f"activation checkpointing {options.activation_checkpoint}")
     title = f"{modules.graph.name} on {mesh.world_size} ranks: {', '.join((sizes, *policy))}."
     lines = [
         f'"""{_text(title)}',
@@ -154,6 +157,11 @@ def _constants(modules: Modules) -> Iterator[str]:
         seconds = [format_seconds(value) for value in options.stage_seconds]
         note = f"of {modules.layers.parent}" + (f"; predicted {', '.join(seconds)} per microbatch" if seconds else "")
         yield from layout(f"STAGE_LAYERS = ({ranges})", "", note)
+    if modules.looked_up:
+        yield "# Blocks that the backward computes again instead of keeping what they save."
+        for policy in ("full", "selective"):
+            if names := _block_names(modules, policy):
+                yield from layout(f"{policy.upper()} = {names}", "")
     if modules.keeps_results:
         yield "# Results that checkpointed blocks keep: these kernels do many operations for each byte that they write."
         kernels = ", ".join(f"torch.ops.{kernel}" for kernel in modules.kept_kernels)
@@ -162,6 +170,21 @@ def _constants(modules: Modules) -> Iterator[str]:
         inner = ", ".join(f"{quote(fqn)}: {literal(stages)}" for fqn, stages in modules.model.ties)
         yield "# Parameters that several stages hold, and which; their gradients are added up over these stages."
         yield from layout(f"TIED = {{{inner}}}", "")
+
+
+def _block_names(modules: Modules, policy: str) -> str:
+    """The set of the blocks that are found to have a policy when they run, as source; "" if there are none."""
+    units = [modules.graph.units[index].fqn for index in modules.looked_up if modules.policy_of(index) == policy]
+    items: list[str] = []
+    for pattern in fold(dict.fromkeys(units)):
+        names = expand(pattern)
+        if len(names) == 1:
+            items.append(quote(names[0]))
+            continue
+        parent, first = names[0].rpartition(".")[::2]
+        numbers = f"{first}, {int(first) + len(names)}" if int(first) else str(len(names))
+        items.append(f"*(f{quote(parent + '.{i}')} for i in range({numbers}))")
+    return f"{{{', '.join(items)}}}" if items else ""
 
 
 def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
@@ -185,8 +208,15 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
     yield from texts
     if modules.keeps_results:
         yield module_functions.KEEP_RESULTS
-    if any("recomputed(" in text for text in stages.values()):
-        yield module_functions.recomputed(keeps_results=modules.keeps_results)
+    if modules.looked_up:
+        found = {modules.policy_of(index) for index in modules.looked_up}
+        calls = {
+            policy: modules.recomputed_call("block, *inputs", policy, updates=modules.spares_looked_up)
+            for policy in sorted(found - {"none"})
+        }
+        yield module_functions.run_block(calls)
+    if policies := modules.sparing_policies:
+        yield module_functions.recomputed(policies)
 
 
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
@@ -202,6 +232,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         replicas=mesh.replicas,
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
+        named=bool(modules.looked_up),
         tied=modules.has_ties and max(modules.tie_ranks) > 1,
         several=modules.has_several_stages,
     )

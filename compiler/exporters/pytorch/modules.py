@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ....planner.capture.graph import Kind, Unit, Value
+from ....planner.checkpointing import Checkpointing, by_unit, policy_of
 from ....planner.errors import AutoparError
 from ....planner.schedules import get_schedule
 from ....planner.sharding.mesh import PARAMETER_AXES
@@ -20,7 +21,7 @@ from .options import Options
 RESERVED = frozenset(
     (
         "self", "torch", "F", "nn", "dist", "mesh", "device", "microbatch", "values", "inputs", "at", "block",
-        "checkpoint", "keep_results", "local", "layers",
+        "checkpoint", "keep_results", "local", "layers", "recomputed", "run_block",
     )
 )  # fmt: skip
 CLASSES = (
@@ -232,10 +233,64 @@ class Modules:
             )
         return bool(updated)
 
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """What of the blocks the backward computes again."""
+        by_block = self.options.checkpoint_by_block
+        if not by_block:
+            return self.options.activation_checkpoint
+        return by_unit(self.graph, by_block, where="plan.json: checkpoint_by_block")
+
+    def policy_of(self, unit: int) -> str:
+        """What of a unit the backward computes again."""
+        is_block = self.graph.units[unit].template in self.blocks
+        return policy_of(self.checkpointing, unit) if is_block else "none"
+
+    def policies(self, template: int) -> frozenset[str]:
+        """The policies of a block's units."""
+        units = enumerate(self.graph.units)
+        return frozenset(self.policy_of(index) for index, unit in units if unit.template == template)
+
+    def is_looked_up(self, run: Run) -> bool:
+        """Whether blocks find out what their policy is when they run: a loop, in whatever stage, has several."""
+        if not self.is_looped(run):
+            return False
+        is_shared = self.in_layers(self.graph.units[run.units[0]])
+        found = self.policies(run.template) if is_shared else set(map(self.policy_of, run.units))
+        return len(found) > 1
+
+    @cached_property
+    def looked_up(self) -> tuple[int, ...]:
+        """The units whose policy is found out when they run."""
+        runs = [run for stage in self.model.stages for run in stage.runs if run.template in self.blocks]
+        return tuple(index for run in runs if self.is_looked_up(run) for index in run.units)
+
     @property
     def keeps_results(self) -> bool:
         """Whether blocks are checkpointed selectively."""
-        return self.options.activation_checkpoint == "selective" and bool(self.blocks)
+        return any("selective" in self.policies(template) for template in self.blocks)
+
+    @cached_property
+    def sparing_policies(self) -> tuple[str, ...]:
+        """The policies of blocks that update running statistics, which they leave alone when they run again."""
+        again = {template: self.policies(template) - {"none"} for template in self.blocks}
+        found = [policies for template, policies in again.items() if policies and self.updates_statistics(template)]
+        if self.spares_looked_up:
+            found.append(frozenset(map(self.policy_of, self.looked_up)) - {"none"})
+        return tuple(sorted(frozenset().union(*found)))
+
+    @cached_property
+    def spares_looked_up(self) -> bool:
+        """Whether some block that finds out its policy updates running statistics."""
+        return any(map(self.updates_statistics, {self.graph.units[index].template for index in self.looked_up}))
+
+    def recomputed_call(self, inside: str, policy: str, *, updates: bool) -> str:
+        """The call that runs a block so that the backward computes it again. `inside`: block and arguments."""
+        if updates:
+            keeps = f", keeps_results={policy == 'selective'}" if len(self.sparing_policies) > 1 else ""
+            return f"recomputed({inside}{keeps})"
+        contexts = ", context_fn=keep_results" if policy == "selective" else ""
+        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False{contexts})"
 
     @property
     def kept_kernels(self) -> tuple[str, ...]:
