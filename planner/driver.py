@@ -158,7 +158,7 @@ def plan_graph(
     try:
         found = search(setting, progress)
     except NothingFits as nothing:
-        raise explain(setting, nothing.least) from None
+        raise explain(setting, nothing, lambda size: capture(replace(request, batch_size=size))[0]) from None
     return Planned(plan=write_plan(request, setting, found), graph=graph)
 
 

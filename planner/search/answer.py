@@ -71,11 +71,14 @@ class Found:
 
 
 class NothingFits(Exception):
-    """Every candidate needs more memory than there is; `least` needs the least."""
+    """Every candidate needs more memory than there is; `least` needs the least.
 
-    def __init__(self, least: Candidate) -> None:
+    `obstacle`: why the batch cannot be cut into microbatches, "" if it can.
+    """
+
+    def __init__(self, least: Candidate, obstacle: str = "") -> None:
         super().__init__("nothing fits")
-        self.least = least
+        self.least, self.obstacle = least, obstacle
 
 
 def rank(candidate: Candidate) -> tuple[float, int, int, int, int]:

@@ -182,13 +182,6 @@ def always_fills(pipelines: Sequence[Pipeline]) -> bool:
     return all(stages == 1 and not get_schedule(name).splits_backward for name, stages in pipelines)
 
 
-def may_fit(whole: WholeModel, mesh: Mesh, pins: Pins, cluster: Cluster, stack: Stack) -> bool:
-    """Whether parameters and gradients alone, split over every rank that may share them, leave room."""
-    copies = 2 if stack.states == "float32 master" else 1
-    shards = mesh.pp * mesh.ep * mesh.tp * (mesh.dp if max(zeros_for(mesh, pins)) >= 2 else 1)
-    return copies * whole.trained_bytes / shards <= cluster.gpu.hbm_bytes
-
-
 def num_cuttable(graph: ModelGraph) -> int:
     """Units that a pipeline can cut apart: all but the prelude."""
     return len(graph.units) - 1

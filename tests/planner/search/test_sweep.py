@@ -97,7 +97,7 @@ def test_nothing_fits_says_what_would():
     given = setting(graph=graph, gpus=2, cluster=small_memory(0.6))
     with pytest.raises(NothingFits) as nothing:
         search(given)
-    error = explain(given, nothing.value.least)
+    error = explain(given, nothing.value)
     assert isinstance(error, InfeasibleError)
     assert "have 0.6 GiB" in str(error)
     assert "GPUs" in error.fix
