@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..cost_models.stacks import load_stack, stack_names
 from ..planner.capture.graph import ModelGraph
 from ..planner.driver import program_of
 from ..planner.errors import AutoparError
@@ -46,12 +47,28 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
     }
 
 
+def check_stack(stack: str) -> None:
+    """What a plan is priced for can be written: the package multiplies in the plan's precision.
+
+    Raises:
+        AutoparError: the stack multiplies in 8 bits.
+    """
+    if stack not in stack_names() and Path(stack).is_file() and load_stack(stack).products == "float8":
+        raise AutoparError(
+            "products in float8 are predicted, not emitted: the package multiplies in the plan's precision",
+            where=f"--stack {stack}",
+            fix="plan with --json and without --out for the prediction alone, or leave products out of the stack",
+        )
+
+
 def emit_package(plan: Plan, graph: ModelGraph, out: Path, *, force: bool) -> tuple[Path, ...]:
     """Write the package of a plan whose paths are counted from `out`, all files or none, and return their paths.
 
     Raises:
-        AutoparError: `out` is a file, holds files and `force` is off, or cannot be written.
+        AutoparError: the plan's stack cannot be written, or `out` is a file, holds files and `force` is off, or cannot
+            be written.
     """
+    check_stack(plan.stack)
     return write_files(render_package(plan, graph, folder=out), out, force=force)
 
 

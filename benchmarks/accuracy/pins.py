@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.stacks import Stack
-from autopar.planner.capture.graph import ModelGraph, Node, TensorType
+from autopar.planner.capture.graph import Kind, ModelGraph, Node, TensorType
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.placements_ilp import solve
 from autopar.planner.search.prices import Prices, in_precision
@@ -22,9 +22,10 @@ from autopar.planner.sharding.program import Placements
 _FORBIDDEN_SECONDS = 1e3
 _HIDDEN_RANK = 3  # (samples, tokens, features)
 _LOSS_OP = "aten.cross_entropy_loss.default"
+_EMBEDDING_OP = "aten.embedding.default"
 # Operations that keep the width of the residual stream; splitting them is sequence parallelism.
 _STREAM_OPS = ("aten.add.Tensor", "aten.dropout.default", "aten.layer_norm.default", "aten.rms_norm.default",
-               "aten.embedding.default")  # fmt: skip
+               _EMBEDDING_OP)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,5 +106,18 @@ def tensor_placements(
         loss_is_split=stack.loss_logits == "split",
     )
     named = tuple({n: {MICROBATCH: v[MICROBATCH]} for n, v in p.items() if MICROBATCH in v} for p in batch)
-    built = build_problem(space, mesh.axes, ("tp",), batch, Rules(batch=named), costs, 2)
+    whole = frozenset() if stack.embedding == "split" else _tables(graph)
+    built = build_problem(space, mesh.axes, ("tp",), batch, Rules(batch=named, whole=whole), costs, 2)
     return built.placements(space, solve(built.problem))
+
+
+def _tables(graph: ModelGraph) -> frozenset[tuple[int, str]]:
+    """The parameters that embeddings look up, by template and node."""
+    return frozenset(
+        (index, ref.node)
+        for index, template in enumerate(graph.templates)
+        for node in template.nodes
+        if node.op == _EMBEDDING_OP
+        for ref in node.operands
+        if template.by_name[ref.node].kind is Kind.PARAMETER
+    )

@@ -119,7 +119,7 @@ class Predictor:
         batch = self._batch[structure]
         if setup.tp == 1:
             return batch
-        key = (structure, setup.tp, setup.sequence_parallel, setup.stack.loss_logits)
+        key = (structure, setup.tp, setup.sequence_parallel, setup.stack.loss_logits, setup.stack.embedding)
         if key not in self._tensor:
             self._tensor[key] = tensor_placements(
                 captured(setup.shape),

@@ -6,7 +6,7 @@ Which stack a source ran is said in `SOFTWARE`, once per source; everything else
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class Software:
 
 # Family -> software. Source: the papers and repositories named in data/README.md.
 SOFTWARE = {
-    "vtrain-multi": Software(stack="megatron-2021", dropout=0.1),
+    "vtrain-multi": Software(stack="megatron-deepspeed-2023", dropout=0.1),
     "narayanan-t1": Software(stack="megatron-2021", dropout=0.1),
     "narayanan-t2": Software(stack="megatron-2021", dropout=0.1),
     "korthikanti-t5": Software(stack="megatron-2022", dropout=0.1),
@@ -147,8 +147,8 @@ def _refuse(row: Row) -> None:
         raise CannotExpress("expert parallelism")
     if row.cp > 1:
         raise CannotExpress("context parallelism")
-    if row.float8 not in ("no", ""):
-        raise CannotExpress(f"low-precision products ({row.float8})")
+    if row.float8 not in ("no", "") and not row.has_float8:
+        raise CannotExpress(f"products in less than 8 bits ({row.float8})")
     if row.dp * row.tp * row.pp != row.gpus:
         raise CannotExpress(f"dp {row.dp} x tp {row.tp} x pp {row.pp} is not {row.gpus} GPUs")
 
@@ -182,7 +182,10 @@ def _stack(row: Row, software: Software) -> Stack:
         name += "-pure"
     if row.compiled.startswith("yes") and (_STACKS / f"{name}-compiled.toml").exists():
         name += "-compiled"
-    return load_stack(str(_STACKS / f"{name}.toml"))
+    stack = load_stack(str(_STACKS / f"{name}.toml"))
+    if row.has_float8:
+        stack = replace(stack, products="float8", gathered_dtype="float8" if "all-gather" in row.float8 else "compute")
+    return stack
 
 
 def _cluster(row: Row) -> Cluster:

@@ -189,11 +189,12 @@ def plan(
 def _plan_and_write(
     request: PlanRequest, folder: Path | None, report: Progress, *, is_forced: bool
 ) -> tuple[Plan, tuple[Path, ...]]:
-    from ...compiler.package import check_folder, emit_package
+    from ...compiler.package import check_folder, check_stack, emit_package
     from ...planner.driver import make_plan
 
-    if folder is not None:
-        check_folder(folder, force=is_forced)  # before the search, not after
+    if folder is not None:  # before the search, not after
+        check_stack(request.stack)
+        check_folder(folder, force=is_forced)
     planned = make_plan(request, report)
     if folder is None:
         return planned.plan, ()

@@ -18,6 +18,7 @@ from ..checkpointing import Checkpointing
 from ..schedules import Schedule, action_table, get_schedule, kept_at_once, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
+from .pipeline_buffers import buffered, microbatches_kept
 from .prices import Prices, edge_of, slowest_of_nodes
 from .stage_costs import PricedStage, StageCost, StageCosts
 from .unit_costs import Seconds, UnitCost
@@ -182,12 +183,15 @@ class Evaluator:
         kept = kept_at_once(order.name, ranks, microbatches, len(stages) // ranks)
         known: dict[object, _Rank] = {}
         found: list[_Rank] = []
+        stack = self.prices.stack
+        priced = [buffered(stage, s, self.program, stack, len(stages)) for s, stage in enumerate(priced)]
         for rank, mine in enumerate(stages_by_rank(order.name, ranks, len(stages))):
             slowdown = self.slowdown[rank] if self.slowdown else 1.0
             of_stage = tuple((priced[s], sends[s], s == 0) for s in mine)
-            key = (of_stage, slowdown, kept[rank])
+            counts = microbatches_kept(kept[rank], mine, stack, len(stages))
+            key = (of_stage, slowdown, counts)
             if key not in known:
-                known[key] = self._rank(of_stage, slowdown, kept[rank], order, zero, is_pipeline=len(stages) > 1)
+                known[key] = self._rank(of_stage, slowdown, counts, order, zero, is_pipeline=len(stages) > 1)
             found.append(known[key])
         return found
 

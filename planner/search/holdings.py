@@ -18,9 +18,11 @@ Counted = tuple[tuple[HeldParameter, int], ...]  # parameters without FQN and gr
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """`groups`: the parameters that ZeRO exchanges together, and how many such groups there are."""
+    """`groups`: the parameters that ZeRO exchanges together, and how many such groups there are. `root`: the one of
+    them that lies outside the blocks."""
 
     groups: tuple[tuple[Counted, int], ...]
+    root: Counted = ()
     _sizes: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = field(default_factory=dict, init=False)
 
     @staticmethod
@@ -29,7 +31,8 @@ class Holdings:
         by_group: dict[str, Counter[HeldParameter]] = {}
         for parameter in held:
             by_group.setdefault(parameter.group, Counter())[_alike(parameter)] += 1
-        return _folded((tuple(members.items()), 1) for members in by_group.values())
+        root = tuple(by_group[""].items()) if "" in by_group else ()
+        return _folded(((tuple(members.items()), 1) for members in by_group.values()), root)
 
     @cached_property
     def parameters(self) -> Counted:
@@ -85,6 +88,15 @@ class Holdings:
             self._sizes[key] = tuple(_padded(self.groups, dp, zero, trained=trained))
         return self._sizes[key]
 
+    def root_bytes(self, dp: int) -> int:
+        """The same of what lies outside the blocks; 0 where there are no blocks."""
+        return sum(size for size, _ in _padded([(self.root, 1)], dp, 2, trained=False)) if self.num_groups > 1 else 0
+
+    def block_bytes(self, dp: int) -> tuple[tuple[int, int], ...]:
+        """(bytes, how many) of the groups that are blocks, or of all where there are none."""
+        root = self.root_bytes(dp)
+        return self.group_bytes(dp) if not root else (*self.group_bytes(dp), (root, -1))
+
     def cut_bytes(self, dp: int) -> tuple[tuple[int, int], ...]:
         """The same under ZeRO-1 of what dp can split, which is gathered."""
         cut = [(tuple((p, n) for p, n in members if p.dp_dim(1) is not None), times) for members, times in self.groups]
@@ -102,12 +114,12 @@ def _alike(parameter: HeldParameter) -> HeldParameter:
     return replace(parameter, fqn="", group="")
 
 
-def _folded(groups: Iterable[tuple[Counted, int]]) -> Holdings:
+def _folded(groups: Iterable[tuple[Counted, int]], root: Counted) -> Holdings:
     """Equal groups counted together."""
     counts: Counter[Counted] = Counter()
     for members, times in groups:
         counts[members] += times
-    return Holdings(groups=tuple(counts.items()))
+    return Holdings(groups=tuple(counts.items()), root=root)
 
 
 def stage_holdings(program: ModelProgram, first: int, last: int, sharing: frozenset[int]) -> Holdings:
@@ -135,7 +147,8 @@ def stage_holdings(program: ModelProgram, first: int, last: int, sharing: frozen
         else:
             for parameter, count in members.items():
                 root[parameter] += times * count
-    return _folded((members, times) for members, times in (*groups, (tuple(root.items()), 1)) if members)
+    outside = tuple(root.items())
+    return _folded(((members, times) for members, times in (*groups, (outside, 1)) if members), outside)
 
 
 def num_elements(parameter: HeldParameter) -> int:

@@ -27,6 +27,8 @@ _LOSS = "aten.cross_entropy_loss.default"
 _NORMS = ("aten.rms_norm.default", "aten.layer_norm.default")
 _EMBEDDING = "aten.embedding.default"
 _ADD = "aten.add.Tensor"
+_LINEAR = "aten.linear.default"
+_FLOAT8 = "float8_e4m3fn"
 
 # Bytes per score: scale, mask and softmax in one kernel (4), dropout with its mask (5), and the copies of a batched
 # product's operands; or softmax and dropout in one. Source: kernels of Megatron-LM 2021 counted by hand; unverified.
@@ -39,6 +41,9 @@ _LOGIT_BYTES = {"stepwise": (26, 16), "fused": (14, 12), "fused, no copy": (14, 
 # Bytes per element of a norm in float32 steps: cast, square, mean, scale, cast, weight. Source: counted by hand.
 _NORM_BYTES = (36, 60)
 _ATTENTION_BACKWARD_PRODUCTS = 2
+# Bytes per element of an operand that is cast to 8 bits: read in 16, written as it is and transposed. Its maximum is
+# found where it is made. Source: cast-and-transpose kernels of github.com/NVIDIA/TransformerEngine, by their shapes.
+_CAST_BYTES = 4
 
 
 def stack_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType], stack: Stack) -> Work:
@@ -86,6 +91,21 @@ def _materialised(work: Work, operands: Sequence[TensorType], ahead: int, back: 
         gemms=gradients, bytes=_ATTENTION_BACKWARD_PRODUCTS * traffic + back * elements, kernels=4 + len(gradients)
     )
     return Work(forward=forward, backward=backward, dtype=work.dtype)
+
+
+def _in_float8(work: Work) -> Work:
+    """A linear layer whose operands are cast to 8 bits, its results in 16: both operands before the forward, the
+    gradient of the result before the backward."""
+
+    def moved(gemms: Sequence[Gemm]) -> int:
+        return sum(gemm.num_elements + gemm.batch * gemm.m * gemm.n for gemm in gemms)
+
+    ahead, back = work.forward, work.backward
+    operands = sum(gemm.batch * (gemm.m + gemm.n) * gemm.k for gemm in ahead.gemms)
+    results = sum(gemm.batch * gemm.m * gemm.n for gemm in ahead.gemms)
+    forward = replace(ahead, bytes=moved(ahead.gemms) + _CAST_BYTES * operands, kernels=ahead.kernels + 2)
+    backward = replace(back, bytes=moved(back.gemms) + _CAST_BYTES * results, kernels=back.kernels + 1)
+    return Work(forward=forward, backward=backward if back.gemms else back, dtype=_FLOAT8)
 
 
 def kept_by_kernels(node: Node, operands: Sequence[TensorType], stack: Stack) -> int:
@@ -178,7 +198,9 @@ def stack_works(program: TemplateProgram, stack: Stack) -> list[Work | None]:
     works: dict[int, Work] = {}
     for index, step in enumerate(program.steps):
         if isinstance(step, Compute):
-            works[index] = stack_work(step.node, step.operand_types, step.outputs, stack)
+            work = stack_work(step.node, step.operand_types, step.outputs, stack)
+            is_cast = stack.products == "float8" and program.template.is_module and step.node.op == _LINEAR
+            works[index] = _in_float8(work) if is_cast and work.forward.gemms else work
     flow = _Flow(program, works)
     less_forward: dict[int, int] = {}
     less_backward: dict[int, int] = {}

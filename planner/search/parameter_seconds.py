@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...cost_models.communication import OVERLAP_SLOWDOWN, OVERLAP_SLOWDOWN_COMPILED, overlapped_seconds
+from ...cost_models.communication import overlapped_seconds
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES
 from ..sharding.mesh import Mesh
 from .held_parameters import parameter_bytes
 from .holdings import Holdings, num_elements
 from .host_seconds import fsdp_hooks, holds_dtensors
-from .prices import Prices, accumulated_bytes
+from .prices import Prices, accumulated_bytes, gathered_bytes, overlap_slowdown
+
+# Times the bytes of the masters: gradients read in 16 bits and written in 32, parameters the other way; loss scaling
+# reads and writes every gradient once more. Source: Float16OptimizerWithFloat16Params of github.com/NVIDIA/Megatron-LM.
+_COPIED_PASSES = {"bfloat16": 3, "float16": 5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class ParameterSeconds:
         if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
             return 0.0
         stack = self.prices.stack
-        traffic = sum(n * num_elements(p) * accumulated_bytes(p.dtype, stack) for p, n in held.trained)
+        traffic = sum(n * num_elements(p) * accumulated_bytes(p.dtype, stack, self.mesh.dp) for p, n in held.trained)
         each = gpu.kernel_seconds if gpu.is_host else 0.0
         return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + held.num_trained * each
 
@@ -90,29 +94,33 @@ class ParameterSeconds:
         stack, times = self.prices.stack, self.mesh.microbatches
         shards = self.mesh.shards
         price = self.prices.use_seconds
-        gathers = [(price("dp_shard", "all_gather", size), n) for size, n in held.group_bytes(shards)]
+        # What lies outside the blocks stays gathered from a forward to its backward.
+        gathers = [
+            (price("dp_shard", "all_gather", gathered_bytes(size, stack)), n) for size, n in held.block_bytes(shards)
+        ]
+        root = price("dp_shard", "all_gather", held.root_bytes(shards))
         scatters: list[tuple[float, int]] = []
         for whole, count in held.group_bytes(shards, trained=True):
             size = self._reduced_bytes(whole, held.trained_dtype)
             reduced = price("dp_shard", "reduce_scatter", size) + price("dp_replicate", "all_reduce", size // shards)
             scatters.append((reduced, count))
-        gather, scatter = (sum(seconds * n for seconds, n in each) for each in (gathers, scatters))
+        blocks, scatter = (sum(seconds * n for seconds, n in each) for each in (gathers, scatters))
         is_kept = zero == 2 or stack.resharding == "never"
         is_sharded = stack.accumulation == "sharded"
-        ahead = gather if is_kept else times * gather
-        back = (times if is_sharded else 1) * (scatter if is_kept else gather + scatter)
-        if stack.fsdp_overlap == "without tp" and self.mesh.tp > 1:
-            return ahead + back
+        gathers_each = stack.accumulation != "unsharded"
+        ahead = blocks + root if is_kept else times * blocks + (times if gathers_each else 1) * root
+        back = (times if is_sharded else 1) * scatter
+        if not is_kept:
+            back += (times if gathers_each else 1) * blocks
         # Nothing computes while the first group is gathered and the last reduced.
-        never_hidden = sum(max((seconds for seconds, _ in each), default=0.0) for each in (gathers, scatters))
-        hiding_ahead = forward * (times if ahead > gather else 1)
-        hiding_back = backward * (times if stack.accumulation == "sharded" else 1)
-        return max(never_hidden, self._exposed(hiding_ahead, ahead) + self._exposed(hiding_back, back))
+        largest = (max((seconds for seconds, _ in each), default=0.0) for each in ((*gathers, (root, 1)), scatters))
+        hides_back = stack.fsdp_overlap == "always" or self.mesh.tp == 1
+        exposed_back = self._exposed(backward * (times if gathers_each else 1), back) if hides_back else back
+        return max(sum(largest), self._exposed(forward * (1 if is_kept else times), ahead) + exposed_back)
 
     def _exposed(self, compute: float, communication: float) -> float:
         """What communication beside compute adds to it."""
-        compiled = self.prices.stack.fusion == "compiled"
-        slowdown = OVERLAP_SLOWDOWN_COMPILED if compiled else OVERLAP_SLOWDOWN
+        slowdown = overlap_slowdown(self.prices.stack)
         hidden = self.prices.cluster.intra_node.hidden_fraction
         return overlapped_seconds(compute, communication, slowdown=slowdown, hidden_fraction=hidden) - compute
 
@@ -125,11 +133,13 @@ class ParameterSeconds:
         reduced = self._reduced_bytes(size, held.parameters[0][0].dtype) if held.parameters else 0
         rate = gpu.hbm_bytes_per_second * gpu.hbm_fraction
         is_kept = zero == 2 or stack.resharding == "never"
-        times = 1 if stack.accumulation == "sharded" else 1 / self.mesh.microbatches
-        ahead = 2 * size / rate * (1 / self.mesh.microbatches if is_kept else 1)
-        back = (size + reduced) / rate * times
+        once = 1 / self.mesh.microbatches
+        ahead = 2 * size / rate * (once if is_kept else 1)
+        back = (size + reduced) / rate * (1 if stack.accumulation == "sharded" else once)
+        if not is_kept:
+            back += 2 * size / rate * (once if stack.accumulation == "unsharded" else 1)
         hooks_ahead, hooks_back = fsdp_hooks(held, gpu)
-        return ahead + hooks_ahead, (back if is_kept else back + 2 * size / rate * times) + hooks_back
+        return ahead + hooks_ahead, back + hooks_back
 
     def partial_gradients(self, axis: str, held: Holdings, zero: int) -> float:
         """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
@@ -137,13 +147,18 @@ class ParameterSeconds:
         partial = sum(n * parameter_bytes(p) for p, n in held.parameters if axis in p.partial)
         return self.prices.use_seconds(axis, "all_reduce", partial // shards) if partial else 0.0
 
-    def optimizer_step(self, stored: Holdings, zero: int) -> float:
+    def optimizer_step(self, held: Holdings, stored: Holdings, zero: int) -> float:
         """The update of what this rank keeps."""
         shards = self.mesh.shards if zero >= 1 else 1
-        return optimizer_seconds(
-            stored.trained_bytes // shards,
-            self.prices.cluster.gpu,
+        gpu, size = self.prices.cluster.gpu, stored.trained_bytes // shards
+        seconds = optimizer_seconds(
+            size,
+            gpu,
             optimizer=self.optimizer,
             num_tensors=stored.num_trained,
             sharded=holds_dtensors(self.mesh, zero),
         )
+        if self.prices.stack.updates == "copied" and held.trained:
+            passes = _COPIED_PASSES.get(held.trained_dtype, 0)
+            seconds += passes * size / (gpu.hbm_bytes_per_second * gpu.hbm_fraction)
+        return seconds

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from math import gcd, log2
 from typing import Any
 
-from ...cost_models.communication import axis_group, collective_seconds, edge_group
+from ...cost_models.communication import (
+    OVERLAP_SLOWDOWN,
+    OVERLAP_SLOWDOWN_COMPILED,
+    axis_group,
+    collective_seconds,
+    edge_group,
+)
 from ...cost_models.compute import device_seconds
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
@@ -46,13 +52,22 @@ def in_precision(graph: ModelGraph, precision: str) -> ModelGraph:
     return replace(graph, templates=tuple(template(old) for old in graph.templates))
 
 
-def accumulated_bytes(dtype: str, stack: Stack) -> int:
-    """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or cast into float32.
+def gathered_bytes(num_bytes: int, stack: Stack) -> int:
+    """Bytes of a block's parameters of 16 bits as FSDP gathers them."""
+    return num_bytes // 2 if stack.gathered_dtype == "float8" else num_bytes
 
-    Source: reads and writes of both forms counted by hand.
+
+def accumulated_bytes(dtype: str, stack: Stack, dp: int) -> int:
+    """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or cast into float32, or read
+    by an addition in float32, which FSDP2 does where it reduces.
+
+    Source: reads and writes of these forms counted by hand.
     """
+    is_fsdp = stack.accumulation == "unsharded gradients"
     is_cast = stack.gradient_dtype == "float32" and ITEM_BYTES[dtype] < ITEM_BYTES["float32"]
-    return _CAST_AND_ADDED_BYTES if is_cast else 3 * ITEM_BYTES[dtype]
+    if not is_cast or (is_fsdp and dp == 1):
+        return 3 * ITEM_BYTES[dtype]
+    return ITEM_BYTES[dtype] + 2 * ITEM_BYTES["float32"] if is_fsdp else _CAST_AND_ADDED_BYTES
 
 
 @dataclass(frozen=True)
@@ -228,6 +243,11 @@ def edge_of(schedule: Schedule, stage: int, ranks: int) -> int | None:
     if here == there:
         return None
     return min(here, there) if abs(here - there) == 1 else ranks - 1  # from the last rank back to the first
+
+
+def overlap_slowdown(stack: Stack) -> float:
+    """How much longer compute takes while a collective runs beside it."""
+    return OVERLAP_SLOWDOWN_COMPILED if stack.fusion == "compiled" else OVERLAP_SLOWDOWN
 
 
 def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:

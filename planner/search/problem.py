@@ -156,10 +156,14 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is allowed beside the table above. `batch` holds the label of every node that splits the batch."""
+    """What is allowed beside the table above. `batch` holds the label of every node that splits the batch.
+
+    `whole`: parameters, as (template, node), that tp does not split.
+    """
 
     batch: Placements | None = None
     tp_may_split_batch: bool = False
+    whole: frozenset[tuple[int, str]] = frozenset()
 
 
 def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rules) -> list[Pair]:
@@ -177,7 +181,7 @@ def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rul
         divisible = [pair for pair in experts if can_split(node.output, {axis.name: pair}, (axis,))]
         must_split = divisible and len(node.output.shape) >= EXPERT_DIMS
         return divisible if must_split else [normal(SUMMED_GRADIENT, trainable), *divisible]
-    if axis.name != "tp":
+    if axis.name != "tp" or (template, node.name) in rules.whole:
         return [normal(SUMMED_GRADIENT, trainable)]
     asked = [pair for pair in space.asked.get((template, Ref(node.name)), ()) if pair.is_split]
     if node.kind is Kind.PARAMETER and len(node.output.shape) == _MATRIX_DIMS:

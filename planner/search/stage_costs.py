@@ -200,7 +200,7 @@ class StageCosts:
         step = {
             "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
             "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
-            "optimizer": self._parameters.optimizer_step(stored, zero),
+            "optimizer": self._parameters.optimizer_step(held, stored, zero),
         }
         for axis in REDUCED_AXES:
             step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
@@ -258,7 +258,9 @@ class StageCosts:
         lowered = self.program.templates[template]
         kind = lowered.template.type_of(lowered.template.outputs[output])
         size = local_type(kind, lowered.outputs[output].layout, self.mesh.axes).num_bytes
-        if self.prices.stack.pipeline_messages == "scattered":
+        pair = lowered.outputs[output].layout.get("tp")
+        is_whole = pair is None or not pair.is_split
+        if self.prices.stack.pipeline_messages == "scattered" and is_whole:
             gathered = self.prices.use_seconds("tp", "all_gather", size)
             return self.prices.send_seconds(size // self.mesh.tp, edge) + gathered
         return self.prices.send_seconds(size, edge)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
+from ..capture.graph import ITEM_BYTES
 from .held_parameters import shard_bytes
 from .holdings import Holdings
 from .prices import Prices
@@ -56,12 +57,24 @@ class StageMemory:
             memory = replace(memory, gather_buffers=2 * size)
         if zero >= 2 and dp > 1:
             stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
-            keeps_gradients = is_accumulated and stack.accumulation == "unsharded"
-            whole = _all(held.group_bytes(dp)) if keeps_gradients or stack.resharding == "never" else 0
+            keeps_gradients = is_accumulated and stack.accumulation != "sharded"
+            keeps_parameters = (is_accumulated and stack.accumulation == "unsharded") or stack.resharding == "never"
+            whole = _all(held.group_bytes(dp)) if keeps_parameters else 0
             if keeps_gradients:
-                whole += _all(held.group_bytes(dp, trained=True))
-            memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
+                whole += _all(held.group_bytes(dp, trained=True)) * self._accumulated_items(held)
+            if keeps_gradients and not keeps_parameters:
+                # Fullest before the last backward: the parameters at work, and no gradient is in its shards yet.
+                working = min(2 * _largest(held.group_bytes(dp)), held.num_bytes)
+                memory = replace(memory, gather_buffers=working + whole, gradients=0)
+            else:
+                memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=working_bytes)
+
+    def _accumulated_items(self, held: Holdings) -> int:
+        """How many times larger than a parameter its whole gradient is that microbatches are added up in."""
+        if self.prices.stack.gradient_dtype != "float32" or not held.trained:
+            return 1
+        return max(1, ITEM_BYTES["float32"] // ITEM_BYTES[held.trained_dtype])
 
     def _shard_bytes(self, stored: Holdings, zero: int) -> int | None:
         """What ZeRO leaves of trained parameters on the first rank, the fullest: each is cut by itself; flat buffers

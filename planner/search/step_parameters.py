@@ -23,7 +23,7 @@ from .assignment import Choice
 from .held_parameters import HeldParameter, held_dims, held_shape, padded_bytes
 from .host_seconds import holds_dtensors
 from .linear import Linear, add, scaled, sum_of
-from .prices import Prices, accumulated_bytes
+from .prices import Prices, accumulated_bytes, gathered_bytes
 from .problem import state_of
 from .step_collectives import REDUCED_AXES
 from .step_columns import SCALE, StepColumns
@@ -78,7 +78,7 @@ class StepParameters:
         if mesh.microbatches > 1 and not (shards > 1 and stack.accumulation == "sharded"):
             traffic = self.total(
                 parameters,
-                lambda p: float(prod(p.shape) * accumulated_bytes(p.dtype, stack)) if p.trainable else 0.0,
+                lambda p: float(prod(p.shape) * accumulated_bytes(p.dtype, stack, mesh.dp)) if p.trainable else 0.0,
                 master=False,
             )
             accumulation = scaled(traffic, SCALE / (gpu.hbm_bytes_per_second * gpu.hbm_fraction))
@@ -143,7 +143,8 @@ class StepParameters:
         def both(size: int) -> float:
             price = self.prices.use_seconds
             summed = price("dp_replicate", "all_reduce", size // shards)
-            return price("dp_shard", "all_gather", size) + price("dp_shard", "reduce_scatter", size) + summed
+            gathered = price("dp_shard", "all_gather", gathered_bytes(size, self.prices.stack))
+            return gathered + price("dp_shard", "reduce_scatter", size) + summed
 
         def padded(held: HeldParameter) -> float:
             return float(padded_bytes(held, shards)) if held.trainable else 0.0

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from ...cost_models.communication import overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing, policy_of
@@ -17,7 +18,7 @@ from ..sharding.rules import kept_kernels
 from .host_seconds import conversion_host, operation_host, parameters_host
 from .kept import Kept, KeptTemplate, stage_bytes
 from .kernels import stack_work, stack_works
-from .prices import Prices, saved_on_device
+from .prices import Prices, overlap_slowdown, saved_on_device
 from .split_backward import trained_operands
 from .storages import shares_memory
 from .unit_kinds import UnitKinds
@@ -313,11 +314,30 @@ class UnitCosts:
                     weights_fraction=fractions.get(step.results, 0.0),
                 )
             )
+        if stack.tp_overlap == "weight gradients":
+            found = self._hidden_behind_weights(lowered, found)
         ahead, back = parameters_host(lowered, self.mesh, gpu)
         reads = _StepCost(forward=Seconds(), backward=Seconds(), host_forward=ahead, host_backward=back)
         if gpu.is_host:
             reads = replace(reads, forward=Seconds(compute=ahead), backward=Seconds(compute=back))
         return [*found, reads]
+
+    def _hidden_behind_weights(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> list[_StepCost]:
+        """With the backward collectives on tp beside the weight gradients of the products that read their values."""
+        slowdown = overlap_slowdown(self.prices.stack)
+        found = list(steps)
+        for index, step in enumerate(lowered.steps):
+            seconds = steps[index].backward.tp
+            if not isinstance(step, Convert) or not seconds:
+                continue
+            beside = sum(
+                cost.weights_fraction * cost.backward.compute
+                for cost, reader in zip(steps, lowered.steps, strict=True)
+                if isinstance(reader, Compute) and step.target in reader.operands
+            )
+            shown = overlapped_seconds(beside, seconds, slowdown=slowdown) - beside
+            found[index] = replace(steps[index], backward=replace(steps[index].backward, tp=shown))
+        return found
 
     def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
         return UnitCost(

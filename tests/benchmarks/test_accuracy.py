@@ -83,6 +83,15 @@ def test_what_cannot_be_expressed_says_why() -> None:
         setups.setup_of(replace(row("titan-t1-1"), cp=2))
     with pytest.raises(setups.CannotExpress, match="not in the hardware catalogue"):
         setups.setup_of(replace(row("titan-t1-1"), gpu="tpu-v5"))
+    with pytest.raises(setups.CannotExpress, match="less than 8 bits"):
+        setups.setup_of(replace(row("titan-t1-1"), float8="nvfp4"))
+
+
+def test_products_in_8_bits_are_a_choice_of_the_stack() -> None:
+    plain, cast = setups.setup_of(row("titan-t1-2")).stack, setups.setup_of(row("titan-t1-3")).stack
+    assert (plain.products, plain.gathered_dtype) == ("compute dtype", "compute")
+    assert (cast.products, cast.gathered_dtype) == ("float8", "float8")
+    assert setups.setup_of(row("mosaic-075")).stack.gathered_dtype == "compute"
 
 
 def result(measured: float, predicted: float, tp: int) -> scores.Result:
@@ -261,7 +270,11 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     answer = json.loads(capsys.readouterr().out)
     assert answer["families"]["llm-foundry"]["n"] == 1
     assert answer["families"]["bloom"]["not_expressed"] == 1
-    assert {r["id"]: r["reason"] for r in answer["rows"]}["mosaic-075"].startswith("low-precision products")
+    assert answer["families"]["llm-foundry fp8"]["n"] == 1
+    assert abs(answer["families"]["llm-foundry fp8"]["mape_percent"]) < 8
+    assert set(answer["rows"][0]) >= {"id", "family", "reason", "contaminated", "error_percent", "memory_error_percent"}
+    wanted = ("n", "mape_percent", "clean_n", "clean_mape_percent", "memory_mape_percent", "clean_memory_mape_percent")
+    assert all(set(wanted) <= set(family) for family in answer["families"].values())
     assert command().main(["--runs", str(tmp_path / "none.csv")]) == 2
 
 

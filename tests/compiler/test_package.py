@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from autopar.compiler.package import write_files
+from autopar.compiler.package import check_stack, write_files
 from autopar.planner.errors import AutoparError
 
 FILES = {"sharded_model.py": "x = 1\n", "launch.sh": "#!/bin/sh\n"}
@@ -69,3 +69,14 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match="cannot write"):
         write_files({**FILES, "no/such/folder.py": ""}, out, force=False)
     assert list(out.iterdir()) == []
+
+
+def test_products_in_8_bits_are_not_written(tmp_path: Path) -> None:
+    text = 'description = "d"\nsource = "s"\nfusion = "eager"\nfloat32_matmul = "ieee"\n'
+    (tmp_path / "plain.toml").write_text(text)
+    (tmp_path / "cast.toml").write_text(text + 'products = "float8"\n')
+    check_stack("eager")
+    check_stack(str(tmp_path / "plain.toml"))
+    with pytest.raises(AutoparError, match="predicted, not emitted") as error:
+        check_stack(str(tmp_path / "cast.toml"))
+    assert "--json" in str(error.value)
