@@ -13,15 +13,12 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..interrupts import interrupts_held
 from .report import RankFailure
 
 _POLL_SECONDS = 0.5
-_GRACE_SECONDS = 0.2  # for a rank that has answered to end
 # Imported once, by the fork server; a rank then starts in milliseconds.
 _PRELOAD = (
     "torch",
@@ -47,27 +44,10 @@ def _entry(function: Callable[..., object], arguments: tuple[object, ...], resul
     result.close()
 
 
-def _started_context() -> Any:
-    """Processes of a fork server that is ready.
-
-    Ctrl-C reaches every process of the terminal: the server and what it forks have it blocked, for this process ends
-    them. Waiting for the server to be ready can be interrupted; starting ranks is quick then.
-    """
+def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    first = context.Process(target=_nothing, daemon=True)
-    first.start()
-    first.join()
     return context
-
-
-def _nothing() -> None:
-    pass
 
 
 def run_ranks(
@@ -79,24 +59,20 @@ def run_ranks(
     """
     # Forked children share two or three cores: one thread each, also for whatever reads the environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = _started_context()
-    processes: list[Any] = []
-    ends: list[Connection] = []
-    is_done = False
+    context = _context()
+    processes, ends = [], []
+    for argument in arguments:
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_entry, args=(function, tuple(argument), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(mine)
     try:
-        with interrupts_held():
-            for argument in arguments:
-                mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_entry, args=(function, tuple(argument), theirs), daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                ends.append(mine)
-        found = _collect(processes, ends, time.monotonic() + timeout_seconds, timeout_seconds)
-        is_done = found[1] is None
-        return found
+        return _collect(processes, ends, time.monotonic() + timeout_seconds, timeout_seconds)
     finally:
-        _end(processes, grace_seconds=_GRACE_SECONDS if is_done else 0.0)
+        for process in processes:
+            _kill(process)
         for end in ends:
             end.close()
 
@@ -127,15 +103,12 @@ def _collect(
     return [results[rank] for rank in range(len(ends))], None
 
 
-def _end(processes: Sequence[Any], *, grace_seconds: float) -> None:
-    """End the processes that have not ended by themselves, with whatever they forked."""
-    for process in processes:
-        process.join(grace_seconds)
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
+def _kill(process: Any) -> None:
+    if process.is_alive():
+        process.join(0.2)
+    if process.is_alive():
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            process.kill()  # it has not yet made its group
-    for process in alive:
+            process.kill()
         process.join()

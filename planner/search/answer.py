@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
-from ..checkpointing import Checkpointing
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
 from .batch import BatchSplit
@@ -42,7 +41,7 @@ class Candidate:
     stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
     schedule: str
     zero: int
-    activation_checkpoint: Checkpointing
+    activation_checkpoint: str
     cost: Evaluated
     hbm_bytes: tuple[int, ...]  # by pipeline rank
 
@@ -71,14 +70,11 @@ class Found:
 
 
 class NothingFits(Exception):
-    """Every candidate needs more memory than there is; `least` needs the least.
+    """Every candidate needs more memory than there is; `least` needs the least."""
 
-    `obstacle`: why the batch cannot be cut into microbatches, "" if it can.
-    """
-
-    def __init__(self, least: Candidate, obstacle: str = "") -> None:
+    def __init__(self, least: Candidate) -> None:
         super().__init__("nothing fits")
-        self.least, self.obstacle = least, obstacle
+        self.least = least
 
 
 def rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
