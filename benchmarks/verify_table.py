@@ -124,13 +124,13 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 def policies() -> Iterator[tuple[dict[str, int], Pins]]:
     """Meshes of 8 ranks with the policies that are pinned on them."""
+    from autopar.planner.checkpointing import POLICIES
     from autopar.planner.schedules import schedule_names
-    from autopar.planner.search.candidates import CHECKPOINTS
 
     schedules = schedule_names()
-    for zero, schedule, checkpoint in covering((len(ZERO), len(schedules), len(CHECKPOINTS))):
+    for zero, schedule, checkpoint in covering((len(ZERO), len(schedules), len(POLICIES))):
         pins: Pins = {
-            **ZERO[zero], "schedule": schedules[schedule], "activation_checkpoint": CHECKPOINTS[checkpoint],
+            **ZERO[zero], "schedule": schedules[schedule], "activation_checkpoint": POLICIES[checkpoint],
             "microbatch_size": SAMPLES_A_MICROBATCH,
         }  # fmt: skip
         pp = 1 if schedules[schedule] == "none" else 2

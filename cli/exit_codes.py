@@ -12,3 +12,4 @@ class ExitCode(IntEnum):
     INFEASIBLE = 3
     UNSUPPORTED = 4
     CHECK_FAILED = 5
+    INTERRUPTED = 130  # as shells have it: 128 and the signal's number

@@ -1,59 +1,30 @@
-"""The command line: one typer app, one file per command, and the one place where an error becomes an exit code."""
+"""The entry point: runs one command, and the one place where an error or Ctrl-C becomes an exit code."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-import typer
-
-from ..planner.errors import AutoparError
-from .commands import diff, emit, explain, graph, hardware, ops, plan, timeline, verify
-from .console import print_error
 from .exit_codes import ExitCode
-
-app = typer.Typer(
-    name="autopar",
-    help="Plan, write and verify a sharded PyTorch module.\n\nautopar plan model.py --gpus 8",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode=None,
-)
-
-
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"autopar {version('autopar')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
-) -> None:
-    """Plan, write and verify a sharded PyTorch module.
-
-    autopar plan model.py --gpus 8
-    """
-
-
-app.command("plan", short_help="Find the fastest plan and write the sharded module.")(plan.plan)
-app.command("emit", short_help="Write the package of a plan again.")(emit.emit)
-app.command("verify", short_help="Run the written code on CPU ranks against the original.")(verify.verify)
-app.command("diff", short_help="Compare two plans by meaning.")(diff.diff)
-app.command("graph", short_help="Print work, depth and bounds of a model; draw it.")(graph.graph)
-app.command("explain", short_help="Say where a plan's time and memory go.")(explain.explain)
-app.command("timeline", short_help="Draw the simulated step of a plan.")(timeline.timeline)
-app.add_typer(hardware.app, name="hardware")
-app.command("ops", short_help="List the operations that can be sharded.")(ops.ops)
+from .interrupts import Interrupted, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Bad usage leaves through SystemExit, as typer does it."""
+    try:
+        with interruptible():
+            return _run(arguments)
+    except Interrupted:
+        sys.stderr.write("interrupted\n")
+        return ExitCode.INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Imported here, so that Ctrl-C ends a start too.
+    from ..planner.errors import AutoparError
+    from .app import app
+    from .console import print_error
+
     try:
         app(args=None if arguments is None else list(arguments), prog_name="autopar")
     except AutoparError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..cost_models.stacks import load_stack, stack_names
@@ -14,6 +16,7 @@ from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json, rounded
 from ..planner.search.split_backward import loses_weights
 from .exporters.pytorch import Provenance, options_of, render_files
+from .interrupts import interrupts_held
 from .launchers.torchrun import render_training
 from .lower import lower
 
@@ -80,20 +83,34 @@ def write_files(files: dict[str, str], out: Path, *, force: bool) -> tuple[Path,
         taken = [name for name in sorted(files) if (out / name).is_dir()]
         if taken:
             raise AutoparError(f"{out / taken[0]} is a folder", fix="move it away, or choose another folder with --out")
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".autopar-", dir=out) as folder:
+        with _made(out), tempfile.TemporaryDirectory(prefix=".autopar-", dir=out) as folder:
             for name, text in sorted(files.items()):
                 path = Path(folder, name)
                 path.write_text(text, encoding="utf-8", newline="\n")
                 path.chmod(0o755 if name in EXECUTABLE else 0o644)
             # Everything is on the disk: only renames are left, which need no space.
-            for name in sorted(files):
-                os.replace(Path(folder, name), out / name)
+            with interrupts_held():
+                for name in sorted(files):
+                    os.replace(Path(folder, name), out / name)
     except OSError as error:
         raise AutoparError(
             f"cannot write to {out}: {error.strerror or error}", fix="choose another folder with --out"
         ) from error
     return tuple(out / name for name in sorted(files))
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """The folder, which is there; one that was not is taken away again where the block fails or is interrupted."""
+    there = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        if not there:
+            with suppress(OSError):
+                out.rmdir()
+        raise
 
 
 def check_folder(out: Path, *, force: bool) -> None:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from .checkpointing import described
 from .errors import AutoparError, CheckFailed
+from .fqn_patterns import expand, natural
 from .plan import Plan, StagePlan
 from .sharding.mesh import ordered
 
@@ -144,6 +146,8 @@ def _settings(old: Plan, new: Plan) -> Iterable[SettingChange]:
 def _setting(plan: Plan, name: str) -> str:
     if name == "cluster_overrides":
         return " ".join(f"{key}={value:g}" for key, value in sorted(plan.cluster_overrides.items())) or "none"
+    if name == "activation_checkpoint" and plan.checkpoint_by_block:
+        return described(plan.checkpoint_by_block, names_blocks=True)
     if name != "model":
         return str(getattr(plan, name))
     # The path is where the file lies, not what the model is; two checkouts of one model are the same.
@@ -172,16 +176,6 @@ def _held(stage: StagePlan | None) -> tuple[str, ...]:
 
 # Tensors: (shape, placement) by full name.
 _Tensor = tuple[tuple[int, ...] | None, str]
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-
-
-def expand(pattern: str) -> tuple[str, ...]:
-    """Write out one range: "h.{0..2}" gives h.0, h.1, h.2."""
-    match = _RANGE.search(pattern)
-    if match is None:
-        return (pattern,)
-    first, last = int(match[1]), int(match[2])
-    return tuple(f"{pattern[: match.start()]}{i}{pattern[match.end() :]}" for i in range(first, last + 1))
 
 
 def _blocks(plan: Plan) -> tuple[str, ...]:
@@ -215,7 +209,7 @@ def _matches(pattern: str, blocks: Sequence[str]) -> tuple[str, ...]:
 def _tensors(old: Plan, new: Plan) -> tuple[TensorChange, ...]:
     before, after = _named_tensors(old), _named_tensors(new)
     changes: dict[str, tuple[TensorEvent, _Tensor | None, _Tensor | None]] = {}
-    for name in sorted({*before, *after}, key=_natural):
+    for name in sorted({*before, *after}, key=natural):
         one, two = before.get(name), after.get(name)
         if one == two:
             continue
@@ -235,11 +229,6 @@ def _tensors(old: Plan, new: Plan) -> tuple[TensorChange, ...]:
         )
         for name, (event, one, two) in _folded(changes)
     )
-
-
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key with numbers by value: h.2 before h.10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
 
 
 _Change = tuple[TensorEvent, _Tensor | None, _Tensor | None]

@@ -15,6 +15,8 @@ from ..cost_models.memory import COMPUTE_BYTES
 from ..cost_models.optimizer import get_optimizer
 from ..cost_models.stacks import load_stack
 from .capture.graph import Kind, ModelGraph
+from .checkpointing import by_pattern, name_of
+from .fqn_patterns import fold
 from .placements import mesh_of, placements_of, program_of
 from .plan import Alternative, ModelSource, Plan, SolverReport, StagePlan
 from .schedules import get_schedule
@@ -156,7 +158,7 @@ def plan_graph(
     try:
         found = search(setting, progress)
     except NothingFits as nothing:
-        raise explain(setting, nothing.least) from None
+        raise explain(setting, nothing, lambda size: capture(replace(request, batch_size=size))[0]) from None
     return Planned(plan=write_plan(request, setting, found), graph=graph)
 
 
@@ -196,7 +198,8 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         schedule=best.schedule,
         zero=best.zero,
         zero_shard_size=best.mesh.shards if best.mesh.replicas > 1 else 0,
-        activation_checkpoint=best.activation_checkpoint,
+        activation_checkpoint=name_of(best.activation_checkpoint),
+        checkpoint_by_block=by_pattern(graph, best.activation_checkpoint),
         stages=tuple(
             StagePlan(
                 first=first,
@@ -281,7 +284,7 @@ def _alternative(candidate: Candidate, note: str) -> Alternative:
         microbatches=mesh.microbatches,
         schedule=candidate.schedule,
         zero=candidate.zero,
-        activation_checkpoint=candidate.activation_checkpoint,
+        activation_checkpoint=name_of(candidate.activation_checkpoint),
         step_seconds=candidate.cost.step_seconds if candidate.fits else None,
         memory_bytes=candidate.cost.memory_bytes,
         note=note,
@@ -316,29 +319,7 @@ def tensor_patterns(graph: ModelGraph, best: Candidate) -> tuple[dict[str, dict[
 
 def stage_names(graph: ModelGraph, first: int, last: int) -> tuple[str, ...]:
     """FQNs of the units of a stage, runs of numbered ones as "h.{0..5}"."""
-    found: list[str] = []
-    run: list[int] = []
-    base = ""
-
-    def close() -> None:
-        if run:
-            found.append(f"{base}.{run[0]}" if len(run) == 1 else f"{base}.{{{run[0]}..{run[-1]}}}")
-            run.clear()
-
-    for unit in graph.units[max(first, 1) : last]:
-        name = unit.fqn or graph.templates[unit.template].name
-        parent, _, index = name.rpartition(".")
-        if index.isdigit() and parent:
-            if run and (parent != base or int(index) != run[-1] + 1):
-                close()
-            base = parent
-            run.append(int(index))
-            continue
-        close()
-        if not found or found[-1] != name:
-            found.append(name)
-    close()
-    return tuple(found)
+    return fold(unit.fqn or graph.templates[unit.template].name for unit in graph.units[max(first, 1) : last])
 
 
 def fingerprint(graph: ModelGraph, arguments: Mapping[str, object]) -> str:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ..cost_models.units import format_bytes, format_count, format_seconds
+from .checkpointing import described
 from .errors import AutoparError
 from .plan import Alternative, Plan
 from .sharding.mesh import ordered
@@ -41,10 +42,10 @@ def decision_line(plan: Plan) -> str:
     if plan.schedule != "none":
         several = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
         parts.append(f"schedule {plan.schedule}{several}")
-    if plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1:
+    if plan.mesh.get("dp", 1) > 1:
         within = f" within groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
         parts.append(f"ZeRO-{plan.zero}{within}")
-    parts.append(_CHECKPOINT[plan.activation_checkpoint])
+    parts.append(described(plan.checkpoint_by_block) or _CHECKPOINT[plan.activation_checkpoint])
     return ", ".join(parts)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..cost_models.errors import AutoparError
 from .capture.graph import Kind, ModelGraph, Node, Template
+from .checkpointing import Checkpointing, by_unit
 from .errors import UnsupportedModel
 from .plan import Plan
-from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, splits_states
+from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh
 from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 
@@ -23,16 +24,15 @@ def mesh_of(plan: Plan) -> Mesh:
         if name not in AXES or size < 1:
             fix = f"use {', '.join(AXES)} >= 1"
             raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix=fix)
-    dp, cp = plan.mesh.get("dp", 1), plan.mesh.get("cp", 1)
-    shards = plan.zero_shard_size or dp * cp
-    if not splits_states(shards, dp, cp) or (shards < dp * cp and plan.zero < 2):
-        beside = f", cp={cp}" if cp > 1 else ""
+    dp = plan.mesh.get("dp", 1)
+    shards = plan.zero_shard_size or dp
+    if dp % shards or (shards < dp and plan.zero < 2):
         raise AutoparError(
-            f"ZeRO-{plan.zero} cannot split over {shards} of dp={dp}{beside} ranks",
+            f"ZeRO-{plan.zero} cannot split over {shards} of dp={dp} ranks",
             where="zero_shard_size of the plan",
-            fix="use a divisor of dp, times cp, with zero 2 or 3, or leave it out",
+            fix="use a divisor of dp with zero 2 or 3, or leave it out",
         )
-    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp * cp // shards)
+    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp // shards)
 
 
 def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
@@ -66,6 +66,17 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
                     fix="choose another placement for this node, or another mesh",
                 ) from None
     return found
+
+
+def checkpointing_of(plan: Plan, graph: ModelGraph) -> Checkpointing:
+    """What of the graph's blocks the backward computes again.
+
+    Raises:
+        AutoparError: the plan names a block that there is not, or leaves one out.
+    """
+    if not plan.checkpoint_by_block:
+        return plan.activation_checkpoint
+    return by_unit(graph, plan.checkpoint_by_block, where="plan.json: checkpoint_by_block")
 
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:

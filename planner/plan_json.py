@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .checkpointing import MIXED, expanded
 from .errors import AutoparError
 from .plan import (
     IS_OPTIONAL,
@@ -277,6 +278,13 @@ def _check_facts(data: Json, where: str) -> None:
             f"$.stages[{index}].first is {stage['first']}, but stage {index - 1} ends at {stages[index - 1]['last']}",
             "stages follow each other without gap or overlap",
         )
+    by_block = data.get("checkpoint_by_block", {})
+    require(
+        (data["activation_checkpoint"] == MIXED) == bool(by_block),
+        f"$.activation_checkpoint is {_shown(data['activation_checkpoint'])}, "
+        f"and $.checkpoint_by_block names {len(expanded(by_block, where=where))} blocks",
+        f'write "{MIXED}" where checkpoint_by_block says what each block does, and leave that out otherwise',
+    )
     parts = mesh["dp"] * data["microbatches"]
     require(
         data["batch_size"] % parts == 0,

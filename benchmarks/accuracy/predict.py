@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import ModelGraph
+from autopar.planner.checkpointing import Checkpointing
 from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.evaluate import Evaluated, Evaluator
 from autopar.planner.search.prices import Prices, in_precision
@@ -94,7 +96,7 @@ class Predictor:
             stages_of(graph, setup.layers, setup.pp * interleave),
             schedule=_schedule(setup, interleave, count),
             zero=setup.zero,
-            activation_checkpoint=setup.policy,
+            activation_checkpoint=checkpointing_of(setup.policy, graph),
         )
 
     def _known(self, setup: Setup) -> Shared:
@@ -163,6 +165,19 @@ def _structure(shape: Shape) -> tuple[object, ...]:
     )
 
 
+def checkpointing_of(policy: str, graph: ModelGraph) -> Checkpointing:
+    """The policy by unit where a run has "alternate", every second block in full, or "most", all but every fifth."""
+    runs_again = {"alternate": lambda number: number % 2 == 0, "most": lambda number: number % 5 != 4}.get(policy)
+    if runs_again is None:
+        return policy
+    numbers: Counter[int] = Counter()
+    found: list[str] = []
+    for unit in graph.units:
+        found.append("full" if runs_again(numbers[unit.template]) else "none")
+        numbers[unit.template] += 1
+    return tuple(found)
+
+
 def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, int], ...]:
     """Equal numbers of blocks on every stage. Where they do not divide, embedding and head count as blocks; where that
     does not divide either, the first stages have one more.
@@ -189,4 +204,4 @@ def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, in
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
-__all__ = ["Prediction", "Predictor", "stages_of"]
+__all__ = ["Prediction", "Predictor", "checkpointing_of", "stages_of"]

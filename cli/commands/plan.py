@@ -48,12 +48,6 @@ class Optimizer(Enum):
     SGD = "sgd"
 
 
-class Checkpoint(Enum):
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
-
-
 def plan(
     context: typer.Context,
     model: Annotated[
@@ -96,11 +90,15 @@ def plan(
     ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
     zero_shard_size: Annotated[
-        int | None, typer.Option(min=1, help="Fix over how many ranks (of dp, all of cp) ZeRO-2 or 3 splits.")
+        int | None, typer.Option(min=1, help="Fix how many ranks of dp ZeRO-2 or 3 splits over.")
     ] = None,
     activation_checkpoint: Annotated[
-        Checkpoint | None,
-        typer.Option(help="Fix what backward computes again: nothing, all but products, or all blocks."),
+        str | None,
+        typer.Option(
+            metavar="none|selective|full",
+            help="Fix what backward computes again of blocks: nothing, all but products, or all. For some of them: "
+            "h.{0..2}=full,h.3=selective.",
+        ),
     ] = None,
     may_split_batch: Annotated[
         bool, typer.Option("--tp-may-split-batch", help="Let the tp axis split the batch too.")
@@ -166,7 +164,7 @@ def plan(
         stages_per_rank=stages_per_rank,
         zero=zero,
         zero_shard_size=zero_shard_size,
-        activation_checkpoint=activation_checkpoint.value if activation_checkpoint else None,
+        activation_checkpoint=activation_checkpoint,
         tp_may_split_batch=may_split_batch,
         slow_ranks=slow_ranks,
         exact=is_exact,

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 _CPU_BYTES = (256, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 _CUDA_BYTES = (1 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 _LARGEST_QUICK = 1 << 20
+_COLD_BYTES, _MOST_COPIES = 64 << 20, 64
 _REPEATS, _ATTEMPTS = 24, 16
 _LEAST_SECONDS = 1e-6
 
@@ -62,29 +64,30 @@ def _message(
 ) -> Callable[[], object]:
     """What every rank runs after its work: the message; both directions and the other's work of a send."""
     count = max(num_bytes // 4 // size, 1) * size
-    whole = torch.zeros(count, device=device)
-    part = torch.zeros(count // size, device=device)
+    # What a step sends it has just made, and other memory every time.
+    copies = max(1, min(_COLD_BYTES // num_bytes, _MOST_COPIES))
+    wholes, others = (cycle([torch.zeros(count, device=device) for _ in range(copies)]) for _ in range(2))
+    parts = cycle([torch.zeros(count // size, device=device) for _ in range(copies)])
     rank = dist.get_rank()
     if op == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(next(wholes), group=group)
     if op == "all_gather":
-        return lambda: dist.all_gather_single(whole, part, group=group)
+        return lambda: dist.all_gather_single(next(wholes), next(parts), group=group)
     if op == "reduce_scatter":
-        return lambda: dist.reduce_scatter_single(part, whole, group=group)
+        return lambda: dist.reduce_scatter_single(next(parts), next(wholes), group=group)
     if op == "all_to_all":
-        received = torch.zeros_like(whole)
-        return lambda: dist.all_to_all_single(received, whole, group=group)
+        return lambda: dist.all_to_all_single(next(others), next(wholes), group=group)
     if op == "broadcast":
-        return lambda: dist.broadcast(whole, 0, group=group)
+        return lambda: dist.broadcast(next(wholes), 0, group=group)
 
     def there_and_back() -> None:
         if rank == 0:
-            dist.send(whole, 1, group=group)
-            dist.recv(whole, 1, group=group)
+            dist.send(next(wholes), 1, group=group)
+            dist.recv(next(others), 1, group=group)
         elif rank == 1:
-            dist.recv(whole, 0, group=group)
+            dist.recv(next(others), 0, group=group)
             work()
-            dist.send(whole, 0, group=group)
+            dist.send(next(wholes), 0, group=group)
 
     return there_and_back
 
@@ -114,15 +117,11 @@ def _seconds(
             work()
         message()
 
-    alone: list[float] = []
-    together: list[float] = []
-    for attempt in range(_ATTEMPTS if num_bytes <= _LARGEST_QUICK else _ATTEMPTS // 2):
-        times = wall(work), wall(both)
-        if attempt >= 2:
-            alone.append(times[0])
-            together.append(times[1])
     ends = 2 if is_send else 1
-    return max(statistics.median(together) / ends - statistics.median(alone), _LEAST_SECONDS)
+    attempts = _ATTEMPTS if num_bytes <= _LARGEST_QUICK else _ATTEMPTS // 2
+    # In turns, so that a slow spell of the machine meets both.
+    added = [wall(both) / ends - wall(work) for _ in range(attempts)][2:]
+    return max(statistics.median(added), _LEAST_SECONDS)
 
 
 def measure_hidden(device: str) -> float:

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from ...cost_models.errors import AutoparError
 from ...cost_models.units import format_bytes
 from ...planner.capture.graph import ITEM_BYTES, Kind, ModelGraph, Symbol
+from ...planner.checkpointing import Checkpointing, described
 from ...planner.errors import CheckFailed
 from ...planner.plan import Plan
 from ...planner.search.step_collectives import expected_collectives
@@ -26,7 +27,7 @@ from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
 from .report import CollectiveMismatch, RankFailure, ValueCheck, VerifyReport
-from .shrink import not_covered, shrunk_request
+from .shrink import not_covered, shrunk_policies, shrunk_request
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 # Where the module itself computes in fewer bits, a sum over ranks rounds otherwise by a few units in the last place.
@@ -74,9 +75,9 @@ def verify(
         notes.append(f"float32, because of the model's own {fixed}")
     if graph.is_random:
         notes.append("values compared with dropout switched off on both sides; its draws differ from one process's")
-    from ...planner.placements import program_of
+    from ...planner.placements import checkpointing_of, program_of
 
-    program = program_of(plan, graph)
+    program, checkpointing = program_of(plan, graph), checkpointing_of(plan, graph)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         dtype, fixed = _make_reference(plan, path, dtype, folder, timeout_seconds)
         if fixed:
@@ -91,7 +92,7 @@ def verify(
         microbatches=plan.microbatches,
         schedule=plan.schedule,
         zero=plan.zero,
-        activation_checkpoint=plan.activation_checkpoint,
+        activation_checkpoint=described(plan.checkpoint_by_block) or plan.activation_checkpoint,
         dtype=dtype,
         tolerance=tolerance,
         seconds=time.monotonic() - begin,
@@ -115,18 +116,20 @@ def verify(
         worst=worst,
         bad_values=tuple(sorted(bad, key=lambda check: (check.what, check.name, check.rank))),
         collectives=sum(sum(result.recorded.values()) for result in results),
-        mismatches=tuple(compare_collectives(plan, program, results)),
+        mismatches=tuple(compare_collectives(plan, program, checkpointing, results)),
     )
 
 
 def _verify_shrunk(
     plan: Plan, arguments: Mapping[str, object] | None, dtype: str, timeout_seconds: float
 ) -> VerifyReport:
-    from ...planner.driver import make_plan
+    from ...planner.driver import capture, check_request, plan_graph
     from ...planner.plan_json import relative_to
     from ..package import emit_package
 
-    planned = make_plan(shrunk_request(plan, arguments))
+    graph, request = capture(shrunk_request(plan, arguments))
+    request = replace(request, activation_checkpoint=shrunk_policies(plan, graph))
+    planned = plan_graph(graph, request, check_request(request))
     with tempfile.TemporaryDirectory(prefix="autopar-shrunk-") as folder:
         package = Path(folder, "package")
         emit_package(relative_to(planned.plan, package), planned.graph, package, force=False)
@@ -244,29 +247,31 @@ def _missing(graph: ModelGraph, reference: Reference, results: Sequence[RankResu
     return missing
 
 
-def compare_collectives(plan: Plan, program: ModelProgram, results: Sequence[RankResult]) -> list[CollectiveMismatch]:
+def compare_collectives(
+    plan: Plan, program: ModelProgram, checkpointing: Checkpointing, results: Sequence[RankResult]
+) -> list[CollectiveMismatch]:
     """Recorded against planned collectives, both ways; and the plan's own list against its placements."""
     stages = [(stage.first, stage.last) for stage in plan.stages]
     mesh = program.mesh
     found: list[CollectiveMismatch] = []
-    for state_rank in range(mesh.state_ranks):
+    for dp_rank in range(mesh.dp):
         lines = expected_collectives(
             program,
             stages,
             zero=plan.zero,
             schedule=plan.schedule,
-            activation_checkpoint=plan.activation_checkpoint,
-            state_rank=state_rank,
+            activation_checkpoint=checkpointing,
+            dp_rank=dp_rank,
         )
-        if state_rank == 0 and plan.collectives != lines:
+        if dp_rank == 0 and plan.collectives != lines:
             found.extend(_stale(plan, lines))
         for rank, result in enumerate(results):
-            if mesh.state_rank(rank) != state_rank:
+            if mesh.coordinate(rank, "dp") != dp_rank:
                 continue
             planned: Lines = Counter()
             for line in lines:
                 if line.stage == mesh.coordinate(rank, "pp"):
-                    planned[_axis_key(line.axis, rank, mesh), line.op, line.num_bytes] += line.count
+                    planned[_axis_key(line.axis, mesh), line.op, line.num_bytes] += line.count
             recorded: Lines = Counter()
             for (ranks, op, num_bytes), count in result.recorded.items():
                 recorded[_axis_of(ranks, rank, mesh), op, num_bytes] += count
@@ -297,15 +302,28 @@ def _stale(plan: Plan, lines: Sequence[object]) -> list[CollectiveMismatch]:
     return _differences(-1, summed(plan.collectives), summed(lines))
 
 
-def _axis_key(axis: str, rank: int, mesh: Mesh) -> str:
+def _axis_key(axis: str, mesh: Mesh) -> str:
     """An axis by the ranks it joins: the world is an axis if only one is larger than 1; ties run along pp."""
-    return "pp" if axis == "tied" else _axis_of(mesh.joined(axis, rank), rank, mesh)
+    if axis == "tied":
+        return "pp"
+    large = [name for name, size in mesh.sizes.items() if size > 1]
+    return large[0] if axis == "world" and len(large) == 1 else axis
+
+
+def _lines(mesh: Mesh) -> Iterator[tuple[str, int, int]]:
+    """Axis, ranks and their distance, of every axis and of the two parts of dp."""
+    for axis, size in mesh.sizes.items():
+        yield axis, size, mesh.stride(axis)
+    if mesh.replicas > 1:
+        yield "dp_shard", mesh.shards, mesh.stride("dp")
+        yield "dp_replicate", mesh.replicas, mesh.stride("dp") * mesh.shards
 
 
 def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
-    """What the ranks of a group are on a line of, through `rank`: an axis, or several that ZeRO takes together."""
-    for axis in (*mesh.sizes, "dp_cp", "dp_shard", "dp_replicate"):
-        line = set(mesh.joined(axis, rank))
+    """The axis whose line through `rank` the ranks of a group lie on."""
+    for axis, size, stride in _lines(mesh):
+        first = rank - rank // stride % size * stride
+        line = {first + i * stride for i in range(size)}
         # Ties may join some stages only; the other axes always take part as a whole.
         if len(ranks) > 1 and (set(ranks) == line or (axis == "pp" and set(ranks) < line)):
             return axis

@@ -13,12 +13,15 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ..interrupts import interrupts_held
 from .report import RankFailure
 
 _POLL_SECONDS = 0.5
+_GRACE_SECONDS = 0.2  # for a rank that has answered to end
 # Imported once, by the fork server; a rank then starts in milliseconds.
 _PRELOAD = (
     "torch",
@@ -44,10 +47,27 @@ def _entry(function: Callable[..., object], arguments: tuple[object, ...], resul
     result.close()
 
 
-def _context() -> Any:
+def _started_context() -> Any:
+    """Processes of a fork server that is ready.
+
+    Ctrl-C reaches every process of the terminal: the server and what it forks have it blocked, for this process ends
+    them. Waiting for the server to be ready can be interrupted; starting ranks is quick then.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    first = context.Process(target=_nothing, daemon=True)
+    first.start()
+    first.join()
     return context
+
+
+def _nothing() -> None:
+    pass
 
 
 def run_ranks(
@@ -59,20 +79,24 @@ def run_ranks(
     """
     # Forked children share two or three cores: one thread each, also for whatever reads the environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = _context()
-    processes, ends = [], []
-    for argument in arguments:
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_entry, args=(function, tuple(argument), theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        ends.append(mine)
+    context = _started_context()
+    processes: list[Any] = []
+    ends: list[Connection] = []
+    is_done = False
     try:
-        return _collect(processes, ends, time.monotonic() + timeout_seconds, timeout_seconds)
+        with interrupts_held():
+            for argument in arguments:
+                mine, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_entry, args=(function, tuple(argument), theirs), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                ends.append(mine)
+        found = _collect(processes, ends, time.monotonic() + timeout_seconds, timeout_seconds)
+        is_done = found[1] is None
+        return found
     finally:
-        for process in processes:
-            _kill(process)
+        _end(processes, grace_seconds=_GRACE_SECONDS if is_done else 0.0)
         for end in ends:
             end.close()
 
@@ -103,12 +127,15 @@ def _collect(
     return [results[rank] for rank in range(len(ends))], None
 
 
-def _kill(process: Any) -> None:
-    if process.is_alive():
-        process.join(0.2)
-    if process.is_alive():
+def _end(processes: Sequence[Any], *, grace_seconds: float) -> None:
+    """End the processes that have not ended by themselves, with whatever they forked."""
+    for process in processes:
+        process.join(grace_seconds)
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            process.kill()
+            process.kill()  # it has not yet made its group
+    for process in alive:
         process.join()

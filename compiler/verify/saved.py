@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import AutoparError
 from ...planner.capture.graph import ModelGraph
@@ -153,7 +154,7 @@ def _measure(job: SavedJob) -> RankBytes:
             stage = emitted.build_stage(mesh, torch.device("cpu"))
             stage.train()
             emitted.load_full_state_dict(stage, wanted.state)
-            recorder = SavedRecorder(stage)
+            recorder = SavedRecorder(stage, emitted)
             emitted.train_step(stage, mesh, share(wanted.inputs, job.batch_dims, mesh), 0)
             trained = [parameter for parameter in stage.parameters() if parameter.grad is not None]
             optimizer = torch.optim.AdamW([{"params": trained}])
@@ -184,14 +185,26 @@ def _part_bytes(tensor: Any) -> int:
 
 
 class SavedRecorder:
-    """Records every forward of a stage: `num_bytes` by microbatch in order, `largest` the tensors of the largest."""
+    """Records every forward of a stage: `num_bytes` by microbatch in order, `largest` the tensors of the largest.
 
-    def __init__(self, stage: nn.Module) -> None:
+    `emitted` is the module of the stage, whose selective checkpointing keeps results where no hook sees them.
+    """
+
+    def __init__(self, stage: nn.Module, emitted: Any = None) -> None:
         self.num_bytes: list[int] = []
         self.largest: list[tuple[str, int]] = []
         self._stage = stage
         self._forward = stage.forward
         stage.forward = self._run
+        self._contexts: list[Any] = []
+        if hasattr(emitted, "create_selective_checkpoint_contexts"):
+            self._make_contexts = emitted.create_selective_checkpoint_contexts
+            emitted.create_selective_checkpoint_contexts = self._recorded_contexts
+
+    def _recorded_contexts(self, kernels: Any) -> Any:
+        contexts = self._make_contexts(kernels)
+        self._contexts.append(contexts[0])
+        return contexts
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         kept: dict[int, torch.Tensor] = {}
@@ -205,7 +218,10 @@ class SavedRecorder:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._contexts.clear()
             result = self._forward(*args, **kwargs)
+        for tensor in (tensor for context in self._contexts for tensor in _kept_results(context)):
+            kept.setdefault(_storage_of(tensor), tensor)
         sizes = [(_described(tensor), _local(tensor).untyped_storage().nbytes()) for tensor in kept.values()]
         self.num_bytes.append(sum(size for _, size in sizes))
         if self.num_bytes[-1] == max(self.num_bytes):
@@ -225,6 +241,12 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _storages(tensors: Any) -> set[int]:
     return {_storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def _kept_results(context: Any) -> list[torch.Tensor]:
+    """The results that a block under selective checkpointing keeps (torch 2.13: by kernel, then in order)."""
+    values = [value for calls in context.storage.values() for call in calls.values() for value in tree_leaves(call)]
+    return [value.val for value in values if isinstance(getattr(value, "val", None), torch.Tensor)]
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ...planner.checkpointing import blocks_of, expanded
+from ...planner.fqn_patterns import expand
 from ...planner.plan import Plan
 
 if TYPE_CHECKING:
+    from ...planner.capture.graph import ModelGraph
     from ...planner.driver import PlanRequest
 
 AXIS_LIMIT = 2
@@ -18,7 +21,8 @@ AXIS_LIMIT = 2
 def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) -> PlanRequest:
     """Same model, schedule, ZeRO stage, checkpointing and samples a microbatch; axes and microbatches at most 2.
 
-    `arguments` replace build arguments of the model, to make it smaller.
+    Checkpointing that differs by block is for `shrunk_policies` to say, once the blocks are known. `arguments` replace
+    build arguments of the model, to make it smaller.
     """
     from ...planner.replay import request_of
 
@@ -37,9 +41,20 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
         microbatch_size=microbatch_size,
         schedule=plan.schedule,
         zero=plan.zero,
-        zero_shard_size=AXIS_LIMIT * mesh.get("cp", 1) if plan.zero_shard_size else None,
-        activation_checkpoint=plan.activation_checkpoint,
+        zero_shard_size=AXIS_LIMIT if plan.zero_shard_size else None,
+        activation_checkpoint=None if plan.checkpoint_by_block else plan.activation_checkpoint,
     )
+
+
+def shrunk_policies(plan: Plan, graph: ModelGraph) -> str:
+    """The pin of the plan's checkpointing on a model of as many blocks or fewer: each does as one at its place does."""
+    if not plan.checkpoint_by_block:
+        return plan.activation_checkpoint
+    policies = expanded(plan.checkpoint_by_block, where="plan.json: checkpoint_by_block")
+    held = dict.fromkeys(name for stage in plan.stages for pattern in stage.fqns for name in expand(pattern))
+    before, blocks = [name for name in held if name in policies], blocks_of(graph)
+    at_place = (before[index * len(before) // len(blocks)] for index in range(len(blocks)))
+    return ",".join(f"{block}={policies[name]}" for block, name in zip(blocks, at_place, strict=True)) or "none"
 
 
 def not_covered(plan: Plan, shrunk: Plan) -> tuple[str, ...]:

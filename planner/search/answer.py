@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
+from ..checkpointing import Checkpointing
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
 from .batch import BatchSplit
@@ -41,7 +42,7 @@ class Candidate:
     stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
     schedule: str
     zero: int
-    activation_checkpoint: str
+    activation_checkpoint: Checkpointing
     cost: Evaluated
     hbm_bytes: tuple[int, ...]  # by pipeline rank
 
@@ -70,11 +71,14 @@ class Found:
 
 
 class NothingFits(Exception):
-    """Every candidate needs more memory than there is; `least` needs the least."""
+    """Every candidate needs more memory than there is; `least` needs the least.
 
-    def __init__(self, least: Candidate) -> None:
+    `obstacle`: why the batch cannot be cut into microbatches, "" if it can.
+    """
+
+    def __init__(self, least: Candidate, obstacle: str = "") -> None:
         super().__init__("nothing fits")
-        self.least = least
+        self.least, self.obstacle = least, obstacle
 
 
 def rank(candidate: Candidate) -> tuple[float, int, int, int, int]:

@@ -18,8 +18,9 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
+from ..checkpointing import MIXED, POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
-from ..sharding.mesh import AXES, Axis, Mesh, splits_states
+from ..sharding.mesh import AXES, Axis, Mesh
 from .batch import BatchSplit, splits_evenly
 from .host_seconds import holds_dtensors
 from .prices import local_work
@@ -29,7 +30,6 @@ from .step_uses import splits
 Pipeline = tuple[str, int]  # schedule, stages per rank
 
 ZERO_STAGES = (0, 1, 2, 3)
-CHECKPOINTS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class Pins:
     schedule: str | None = None
     stages_per_rank: int | None = None
     zero: int | None = None
-    activation_checkpoint: str | None = None
-    zero_shard_size: int | None = None  # ranks (of dp, all of cp) that ZeRO-2 and ZeRO-3 split over
+    activation_checkpoint: str | None = None  # of all blocks, or "h.{0..2}=full,h.3=selective"
+    zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
 
     def check(self) -> None:
         """Refuse values that no plan can have.
@@ -58,19 +58,15 @@ class Pins:
         if self.zero is not None and self.zero not in ZERO_STAGES:
             stages = ", ".join(map(str, ZERO_STAGES))
             raise AutoparError(f"ZeRO stage {self.zero} cannot be emitted", fix=f"choose one of {stages}")
-        if self.activation_checkpoint not in (None, *CHECKPOINTS):
-            raise AutoparError(
-                f"activation checkpointing {self.activation_checkpoint!r} cannot be emitted",
-                fix=f"choose one of {', '.join(CHECKPOINTS)}",
-            )
+        checkpoint = self.activation_checkpoint or "none"
+        if checkpoint not in POLICIES:
+            parse_checkpoints(checkpoint, where=f"--activation-checkpoint {checkpoint}")
+            checkpoint = MIXED
         if self.schedule is not None:
             schedule = get_schedule(self.schedule)
-            for name, zero, checkpoint in (
-                ("zero", self.zero or 0, "none"),
-                ("activation-checkpoint", 0, self.activation_checkpoint or "none"),
-            ):
-                if reason := schedule.refuse_policies(zero, checkpoint):
-                    value = zero if name == "zero" else checkpoint
+            for name, zero, policy in (("zero", self.zero or 0, "none"), ("activation-checkpoint", 0, checkpoint)):
+                if reason := schedule.refuse_policies(zero, policy):
+                    value = zero if name == "zero" else self.activation_checkpoint
                     raise AutoparError(
                         f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="let one of the two free"
                     )
@@ -79,7 +75,7 @@ class Pins:
         if self.zero_shard_size is not None and self.zero in (0, 1):
             raise AutoparError(
                 f"zero={self.zero} and zero-shard-size={self.zero_shard_size} contradict each other",
-                fix="only ZeRO-2 and ZeRO-3 split over a part of the ranks: pin --zero 2 or 3, or neither",
+                fix="only ZeRO-2 and ZeRO-3 split over a part of dp: pin --zero 2 or 3, or neither",
             )
 
     def described(self) -> dict[str, str]:
@@ -158,10 +154,10 @@ def least_largest(counts: Sequence[int], parts: int) -> int:
 def bound_seconds(
     whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool, fills: bool
 ) -> float:
-    """No plan on this mesh is faster. `shards`: ZeRO may split the optimizer's work too. `fills`: as `always_fills`."""
+    """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too. `fills`: as `always_fills`."""
     actions = 2 * mesh.pp * cluster.gpu.pipeline_action_seconds if mesh.pp > 1 else 0.0
     through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds + actions)
-    share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.state_ranks if shards else 1))
+    share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.dp if shards else 1))
     fullest = least_largest(whole.tensors_by_unit, mesh.pp)
     update = optimizer_seconds(
         share, cluster.gpu, optimizer=optimizer, num_tensors=fullest, sharded=holds_dtensors(mesh, 0)
@@ -184,13 +180,6 @@ def pipeline_factor(mesh: Mesh, *, fills: bool) -> float:
 def always_fills(pipelines: Sequence[Pipeline]) -> bool:
     """Whether each of these fills and drains through all of a rank's work: one stage per rank, backward whole."""
     return all(stages == 1 and not get_schedule(name).splits_backward for name, stages in pipelines)
-
-
-def may_fit(whole: WholeModel, mesh: Mesh, pins: Pins, cluster: Cluster, stack: Stack) -> bool:
-    """Whether parameters and gradients alone, split over every rank that may share them, leave room."""
-    copies = 2 if stack.states == "float32 master" else 1
-    shards = mesh.pp * mesh.ep * mesh.tp * (mesh.state_ranks if max(zeros_for(mesh, pins)) >= 2 else 1)
-    return copies * whole.trained_bytes / shards <= cluster.gpu.hbm_bytes
 
 
 def num_cuttable(graph: ModelGraph) -> int:
@@ -273,7 +262,7 @@ def _axis_sizes(gpus: int, pinned: Mapping[str, int], experts: frozenset[int]) -
 
 
 def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
-    graph, pp, dp, ep, cp = space.graph, sizes["pp"], sizes["dp"], sizes["ep"], sizes["cp"]
+    graph, pp, dp, ep = space.graph, sizes["pp"], sizes["dp"], sizes["ep"]
     counts = sorted(space.experts.counts)
     if ep > 1 and not counts:
         return f"ep={ep} splits experts, and no product of {graph.name} has any"
@@ -285,11 +274,10 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
     if pieces > num_cuttable(graph):
         each = f" with {pins.stages_per_rank} stages per rank" if pieces > pp else ""
         return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
-    if pins.zero and dp * cp == 1:
-        return f"zero={pins.zero} splits over dp and cp, and dp=1, cp=1"
-    if pins.zero_shard_size is not None and not splits_states(pins.zero_shard_size, dp, cp):
-        beside = f" with cp={cp}" if cp > 1 else ""
-        return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}{beside}"
+    if pins.zero and dp == 1:
+        return f"zero={pins.zero} splits over dp, and dp=1"
+    if pins.zero_shard_size is not None and dp % pins.zero_shard_size:
+        return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}"
     if pins.schedule == "none" and pp > 1:
         return f"schedule none has one stage, and pp={pp}"
     if pins.schedule not in (None, "none") and pp == 1:
@@ -330,14 +318,16 @@ def _splits_evenly(space: Space, batch: BatchSplit, parts: int) -> bool:
     return known[parts]
 
 
-def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+def pipelines_for(
+    mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: Checkpointing = "none"
+) -> list[Pipeline]:
     """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
     for name in schedule_names() if pins.schedule is None else (pins.schedule,):
         schedule = get_schedule(name)
         if pins.schedule is None and mesh.microbatches < schedule.searched_from:
             continue
-        if schedule.refuse_policies(zero, checkpoint):
+        if schedule.refuse_policies(zero, name_of(checkpoint)):
             continue
         for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
             if stages * mesh.pp <= pieces and not schedule.refuse(mesh.pp, stages, mesh.microbatches):
@@ -362,18 +352,33 @@ def _no_pipeline(mesh: Mesh, pins: Pins) -> str:
     return f"schedule {pins.schedule} cannot run on pp={mesh.pp}: {why}"
 
 
+def checkpoints_for(graph: ModelGraph, pins: Pins) -> tuple[Checkpointing, ...]:
+    """What is pinned, or each policy for all blocks.
+
+    Raises:
+        AutoparError: a pin names a block that there is not.
+    """
+    pinned = pins.activation_checkpoint
+    if pinned is None:
+        return POLICIES
+    if pinned in POLICIES:
+        return (pinned,)
+    where = f"--activation-checkpoint {pinned}"
+    return (by_unit(graph, parse_checkpoints(pinned, where=where), where=where, default="none"),)
+
+
 def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp (and cp), or over its ranks of one node."""
+    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp, or over its ranks of one node."""
     found: list[tuple[int, int]] = []
     for zero in zeros_for(mesh, pins):
         if zero < 2:
             sizes = [mesh.dp] if pins.zero_shard_size is None else []
         elif pins.zero_shard_size is not None:
-            sizes = [pins.zero_shard_size // mesh.cp]
+            sizes = [pins.zero_shard_size]
         else:
-            in_node = cluster.gpus_per_node // mesh.stride("dp")
-            near = gcd(mesh.dp, in_node) if in_node else mesh.dp
-            sizes = [mesh.dp, near] if near * mesh.cp > 1 and near < mesh.dp and in_node < mesh.dp else [mesh.dp]
+            in_node = max(1, cluster.gpus_per_node // mesh.stride("dp"))
+            near = gcd(mesh.dp, in_node)
+            sizes = [mesh.dp, near] if 1 < near < mesh.dp and in_node < mesh.dp else [mesh.dp]
         found.extend((zero, mesh.dp // size) for size in sizes)
     return tuple(found)
 
@@ -382,7 +387,7 @@ def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     """ZeRO stages."""
     if pins.zero is not None:
         return (pins.zero,)
-    return ZERO_STAGES if mesh.state_ranks > 1 else (0,)
+    return ZERO_STAGES if mesh.dp > 1 else (0,)
 
 
 def _divisors(number: int) -> list[int]:

@@ -14,6 +14,7 @@ from math import inf
 
 from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, schedule_seconds
 from ..capture.graph import ModelGraph
+from ..checkpointing import Checkpointing
 from ..schedules import Schedule, action_table, get_schedule, kept_at_once, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
@@ -99,17 +100,17 @@ class Evaluator:
             precision=self.precision,
         )
 
-    def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
-        """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
+    def unit(self, index: int, *, recompute: Checkpointing) -> UnitCost:
+        """`recompute`: one of RECOMPUTE for all blocks, or for each unit."""
         return self.costs.units.unit(index, recompute=recompute)
 
-    def least_seconds(self, recompute: bool | str = "none") -> float:
+    def least_seconds(self, recompute: Checkpointing = "none") -> float:
         """No cut or schedule of these placements gives a faster step: all ranks busy with the units alone."""
-        through = sum(
-            count * (cost.forward.total + cost.backward.total)
-            for index, count in self.kinds.counts
-            for cost in (self.unit(index, recompute=recompute),)
-        )
+        if isinstance(recompute, str):
+            counted = ((self.unit(index, recompute=recompute), count) for index, count in self.kinds.counts)
+        else:
+            counted = self.costs.units.counted(range(1, len(self.graph.units)), recompute=recompute)
+        through = sum(count * (cost.forward.total + cost.backward.total) for cost, count in counted)
         slower = slowest_of_nodes(self.mesh, self.prices.cluster)
         return through * self.mesh.microbatches / self.mesh.pp * slower
 
@@ -121,7 +122,7 @@ class Evaluator:
         *,
         schedule: str,
         zero: int,
-        activation_checkpoint: str,
+        activation_checkpoint: Checkpointing,
         known_seconds: float = inf,
         room_bytes: float = inf,
     ) -> Evaluated:
@@ -173,7 +174,7 @@ class Evaluator:
         )
 
     def _ranks(
-        self, stages: Sequence[tuple[int, int]], order: Schedule, zero: int, activation_checkpoint: str
+        self, stages: Sequence[tuple[int, int]], order: Schedule, zero: int, activation_checkpoint: Checkpointing
     ) -> list[_Rank]:
         """Every pipeline rank; those with equal stages and messages are one object."""
         ranks, microbatches = self.mesh.pp, self.mesh.microbatches

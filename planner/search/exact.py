@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..sharding.mesh import MICROBATCH, Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, always_fills, num_cuttable, pipelines_for, shardings_for
+from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
 from .step_model import Policy, StepModel
@@ -95,7 +95,7 @@ class ExactSearch:
         if self._closed(floor_seconds(self.setting, built, uses, alive)):
             return True
         for zero, replicas in shardings_for(mesh, self.setting.pins, self.setting.cluster):
-            for checkpoint in self._checkpoints():
+            for checkpoint in checkpoints_for(self.setting.graph, self.setting.pins):
                 policy = Policy(
                     stages=None,
                     zero=zero,
@@ -115,10 +115,6 @@ class ExactSearch:
                 self.open_bound = min(self.open_bound, leaves[0][0])
                 return False
         return True
-
-    def _checkpoints(self) -> tuple[str, ...]:
-        pinned = self.setting.pins.activation_checkpoint
-        return CHECKPOINTS if pinned is None else (pinned,)
 
     def _relaxed(self, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> float:
         """A bound of all cuts and schedules; infinite where none fits in memory."""

@@ -14,10 +14,11 @@ from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
+from ..checkpointing import name_of
 from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from .assignment import NoAssignment
-from .candidates import CHECKPOINTS, num_cuttable, pipelines_for, shardings_for
+from .candidates import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .problem import Built
 from .step_model import Policy
@@ -111,11 +112,10 @@ class Refiner:
             return
         if joint is None:
             return
-        pinned = self.setting.pins.activation_checkpoint
         shardings = shardings_for(mesh, self.setting.pins, self.setting.cluster)
-        checkpoints = CHECKPOINTS if pinned is None else (pinned,)
+        checkpoints = checkpoints_for(self.setting.graph, self.setting.pins)
         for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
-            if get_schedule(schedule).refuse_policies(zero, checkpoint):
+            if get_schedule(schedule).refuse_policies(zero, name_of(checkpoint)):
                 continue
             policy = Policy(
                 stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas

@@ -11,7 +11,8 @@ from functools import cached_property
 
 from ...cost_models.memory import Memory
 from ..capture.graph import ModelGraph
-from ..sharding.mesh import SPLIT_AXES, Mesh
+from ..checkpointing import Checkpointing
+from ..sharding.mesh import Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
 from .holdings import Holdings, stage_holdings
@@ -19,8 +20,8 @@ from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES, Once
 from .stage_memory import StageMemory
-from .step_collectives import prepared_changes, reduced_axes
-from .unit_costs import VARIES_BY_UNIT, Seconds, UnitCost, UnitCosts
+from .step_collectives import REDUCED_AXES, prepared_changes
+from .unit_costs import Seconds, UnitCost, UnitCosts
 from .unit_kinds import UnitKinds
 
 
@@ -152,16 +153,17 @@ class StageCosts:
         shared = tuple(index for index in self.kinds.sharing if first <= index < last)
         return first <= 1, shared, self.kinds.templates[max(first, 1) : last]
 
-    def priced(self, first: int, last: int, zero: int, recompute: bool | str) -> PricedStage:
+    def priced(self, first: int, last: int, zero: int, recompute: Checkpointing) -> PricedStage:
         """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
-        kind = (first, last) if recompute in VARIES_BY_UNIT else self._kind_of_stage(first, last)
-        key = (kind, zero, recompute)
+        policies = recompute if isinstance(recompute, str) else recompute[max(first, 1) : last]
+        kind = (*self._kind_of_stage(first, last), policies)
+        key = (kind, zero)
         if key not in self._stages:
             self._stages[key] = self._priced(first, last, zero, recompute, self._passes(first, last, recompute, kind))
         return self._stages[key]
 
-    def _passes(self, first: int, last: int, recompute: bool | str, kind: tuple[object, ...]) -> _Passes:
-        known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind, recompute)
+    def _passes(self, first: int, last: int, recompute: Checkpointing, kind: tuple[object, ...]) -> _Passes:
+        known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind)
         if key in known:
             return known[key]
         forward, backward, weights = Seconds(), Seconds(), Seconds()
@@ -173,7 +175,7 @@ class StageCosts:
             host_forward += unit.host_forward * count
             host_backward += unit.host_backward * count
             working = max(working, unit.working_bytes)
-        prelude = self.units.template(self.kinds.templates[0], recompute=False).forward
+        prelude = self.units.template(self.kinds.templates[0], recompute="none").forward
         prelude += self.units.changes_seconds(prepared_changes(self.program, first, last))[0]
         found = _Passes(
             forward=forward,
@@ -188,7 +190,7 @@ class StageCosts:
         known[key] = found
         return found
 
-    def _priced(self, first: int, last: int, zero: int, recompute: bool | str, passes: _Passes) -> PricedStage:
+    def _priced(self, first: int, last: int, zero: int, recompute: Checkpointing, passes: _Passes) -> PricedStage:
         held, stored = self._held(first, last), self._held(first, last, stored=True)
         copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)
         forward = passes.forward + Seconds(compute=copied_ahead)
@@ -197,14 +199,11 @@ class StageCosts:
         prelude = passes.prelude
         step = {
             "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
-            "dp": prelude.dp,
+            "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
             "optimizer": self._parameters.optimizer_step(held, stored, zero),
         }
-        for axis in SPLIT_AXES[1:]:
-            summed = self._parameters.partial_gradients(axis, held, zero) if axis in reduced_axes(zero) else 0.0
-            step[axis] = prelude.on_axis(axis) + summed
-        exchanged = self._parameters.data_parallel(held, zero, forward.compute, backward.compute)
-        step["dp" if self.mesh.dp > 1 else "cp"] += exchanged
+        for axis in REDUCED_AXES:
+            step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
         cost = StageCost(
             forward=forward,
             backward=backward,
@@ -221,7 +220,7 @@ class StageCosts:
 
     # --- by unit, for the cut ---
 
-    def by_unit(self, recompute: bool | str) -> tuple[UnitCost, ...]:
+    def by_unit(self, recompute: Checkpointing) -> tuple[UnitCost, ...]:
         """The cost of every unit but the prelude."""
         return tuple(self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates)))
 

@@ -35,6 +35,7 @@ import pulp
 from ...cost_models.memory import COMPUTE_BYTES
 from ...cost_models.optimizer import get_optimizer
 from ..capture.graph import Kind, ModelGraph, Ref, TensorType
+from ..checkpointing import Checkpointing, policy_of
 from ..schedules import Schedule, get_schedule, in_flight
 from .assignment import Choice
 from .candidates import pipeline_factor
@@ -61,7 +62,7 @@ class Policy:
     stages: tuple[tuple[int, int], ...] | None
     zero: int | None
     schedule: str
-    activation_checkpoint: str
+    activation_checkpoint: Checkpointing
     replicas: int = 1  # of ZeRO-2 and ZeRO-3 shards
     must_fit: bool = True
     fills: bool = True
@@ -93,14 +94,19 @@ class StepModel:
         self.columns.lp.setObjective(pulp.LpAffineExpression(list(self.objective.items())))
 
     def _step(self, units: StepUnits) -> Linear:
-        recompute = self.policy.activation_checkpoint
-        self.units: dict[int, UnitTerms] = {}
-        for t, template in enumerate(self.space.graph.templates):
-            self.units[t] = units.template(t, recompute if template.is_module else "none")
+        self.units: dict[tuple[int, str], UnitTerms] = {}
+        for key in dict.fromkeys(map(self._kind, range(len(self.space.graph.units)))):
+            self.units[key] = units.template(*key)
         self.edges = units.edges()
         if self.policy.stages is None:
             return self._any_cut()
         return self._with_stages(self.policy.stages)
+
+    def _kind(self, index: int) -> tuple[int, str]:
+        """The template of a unit, and what of it runs again."""
+        t = self.space.graph.units[index].template
+        is_module = self.space.graph.templates[t].is_module
+        return t, policy_of(self.policy.activation_checkpoint, index) if is_module else "none"
 
     def _unit_edges(self, index: int) -> Iterator[tuple[int, int, int, str]]:
         unit = self.space.graph.units[index]
@@ -112,14 +118,14 @@ class StepModel:
         """Forward and backward of one microbatch through a range of units, and what of the prelude runs once a step."""
         forward: Linear = {}
         backward: Linear = {}
-        counts: Counter[int] = Counter()
+        counts: Counter[tuple[int, str]] = Counter()
         edges: Counter[tuple[int, int, int, str]] = Counter()
         for index in range(max(first, 1), last):
-            counts[self.space.graph.units[index].template] += 1
+            counts[self._kind(index)] += 1
             edges.update(self._unit_edges(index))
-        for t, count in counts.items():
-            add(forward, self.units[t].forward, count)
-            add(backward, self.units[t].backward, count)
+        for kind, count in counts.items():
+            add(forward, self.units[kind].forward, count)
+            add(backward, self.units[kind].backward, count)
         prepared: dict[tuple[int, int], list[Linear]] = {}
         for key, count in edges.items():
             ahead, back = self.edges[key]
@@ -129,7 +135,7 @@ class StepModel:
             add(forward, ahead, count)
             add(backward, back, count)
         once = sum_of([(self.columns.largest("P", parts), 1.0) for parts in prepared.values()])
-        add(once, self.units[self.space.prelude].forward)
+        add(once, self.units[self.space.prelude, "none"].forward)
         return forward, backward, once
 
     def _with_stages(self, stages: Sequence[tuple[int, int]]) -> Linear:
@@ -186,7 +192,7 @@ class StepModel:
             return {}, {}  # in the terms of the units already
         action = SCALE * self.cluster.gpu.pipeline_action_seconds
         indices = () if self.cluster.gpu.is_host else range(max(first, 1), last)
-        units = [self.units[self.space.graph.units[index].template] for index in indices]
+        units = [self.units[self._kind(index)] for index in indices]
         forward = sum_of([(unit.host_forward, 1.0) for unit in units])
         backward = sum_of([(unit.host_backward, 1.0) for unit in units])
         add(forward, {None: action})
@@ -242,11 +248,11 @@ class StepModel:
         states = get_optimizer(self.optimizer).states
         compute = COMPUTE_BYTES[self.precision] / 4
         is_mixed = compute < 1
-        is_split = zero >= 2 and mesh.state_ranks > 1
+        is_split = zero >= 2 and mesh.dp > 1
         part = 1 / mesh.shards if is_split else 1.0
         total: Linear = {}
         moving: Linear = {}
-        templates: set[int] = set()
+        kinds: set[tuple[int, str]] = set()
         for (first, last), parameters, count_in_flight in stages:
             stored = self.parameters.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
             frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
@@ -256,13 +262,13 @@ class StepModel:
             copied = compute if is_mixed and not is_split else 0.0
             add(total, stored, 2 * part + states / (mesh.shards if zero >= 1 else 1) + copied)
             add(total, frozen)
-            counts = Counter(self.space.graph.units[index].template for index in range(max(first, 1), last))
-            for t, count in counts.items():
-                add(moving, self.units[t].kept_bytes, count_in_flight * count)
-            templates |= counts.keys()
+            counts = Counter(map(self._kind, range(max(first, 1), last)))
+            for kind, count in counts.items():
+                add(moving, self.units[kind].kept_bytes, count_in_flight * count)
+            kinds |= counts.keys()
         if devices == 1:
             temporaries = [
-                {self.units[t].temporary: 1.0} for t in sorted(templates) if self.units[t].temporary is not None
+                {self.units[kind].temporary: 1.0} for kind in sorted(kinds) if self.units[kind].temporary is not None
             ]
             add(moving, scaled(self.columns.largest("M", temporaries), MIB))
         add(total, moving, 1 + _FRAGMENTATION)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, log10
 
 from ...cost_models.errors import AutoparError
+from ..checkpointing import Checkpointing
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
@@ -22,12 +23,11 @@ from .answer import Candidate, Found, NothingFits, Setting, best_of_other_meshes
 from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import (
-    CHECKPOINTS,
     Pipeline,
     WholeModel,
     always_fills,
     bound_seconds,
-    may_fit,
+    checkpoints_for,
     meshes,
     num_cuttable,
     pipelines_for,
@@ -37,6 +37,7 @@ from .candidates import (
 )
 from .evaluate import Evaluator
 from .exact import ExactSearch, Leaves, Proven
+from .least_memory import states_of
 from .placing import Placer
 from .prices import Prices, in_precision
 from .problem import Rules, Space
@@ -67,6 +68,15 @@ def search(setting: Setting, progress: Progress | None = None) -> Found:
         NothingFits: no plan fits in memory.
     """
     return _Sweep(setting, progress or (lambda text: None)).run()
+
+
+def some_plan(setting: Setting) -> Candidate | None:
+    """A good plan, None where the sweep finds none that fits; nothing is proven and nothing compared with it.
+
+    Raises:
+        AutoparError: as `search`.
+    """
+    return _Sweep(setting, lambda text: None).some_plan()
 
 
 @dataclass
@@ -112,11 +122,8 @@ class _Sweep:
 
     def run(self) -> Found:
         setting = self.setting
-        every = meshes(self.space, self.batch, setting.gpus, setting.pins)
-        bounds = {mesh: self._bound(mesh) for mesh in every}
-        everything = sorted(every, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
-        order = [mesh for mesh in everything if may_fit(self.whole, mesh, setting.pins, setting.cluster, setting.stack)]
-        bounds = {mesh: bounds[mesh] for mesh in order}
+        everything, bounds = self._listed()
+        order = list(bounds)
         is_complete = self._sweep(order, bounds)
         refiner = Refiner(setting, self._leaves())
         if self.best_seconds == inf:
@@ -141,11 +148,25 @@ class _Sweep:
             runners_up=self._runners_up(chosen),
             baselines=baselines,
             bound_seconds=min(lowest, chosen.cost.step_seconds),
-            considered=len(every),
+            considered=len(everything),
             solved=self.solved + self.placer.solved,
             is_complete=is_complete,
             batch=self.batch,
         )
+
+    def some_plan(self) -> Candidate | None:
+        """What the sweep alone finds."""
+        _, bounds = self._listed()
+        self._sweep(list(bounds), bounds)
+        return min(self._fitting(), key=rank, default=None)
+
+    def _listed(self) -> tuple[list[Mesh], dict[Mesh, float]]:
+        """Every mesh, and the bounds of those on which the states may fit; the most promising first."""
+        setting = self.setting
+        bounds = {mesh: self._bound(mesh) for mesh in meshes(self.space, self.batch, setting.gpus, setting.pins)}
+        everything = sorted(bounds, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
+        room = setting.cluster.gpu.hbm_bytes
+        return everything, {mesh: bounds[mesh] for mesh in everything if self._least_bytes(mesh) <= room}
 
     def _sweep(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float]) -> bool:
         """Price what is worth it; whether the time was enough."""
@@ -316,12 +337,16 @@ class _Sweep:
         fills = always_fills(self._pipelines(mesh))
         return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, fills=fills)
 
-    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: str = "none") -> list[Pipeline]:
+    def _least_bytes(self, mesh: Mesh) -> float:
+        setting = self.setting
+        return setting.cluster.gpu.overhead_bytes + states_of(setting).least(mesh, setting.pins)
+
+    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
         return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
 
     def _refuse(self) -> None:
         if self.found:
-            raise NothingFits(min(self.found, key=lambda candidate: candidate.cost.memory_bytes))
+            raise NothingFits(min(self.found, key=_shortfall), self.batch.obstacle)
         setting = self.setting
         what, *others = self.useless or {"no mesh can run this step": None}
         if setting.pins.mesh:
@@ -333,7 +358,7 @@ class _Sweep:
 
     def _add_leanest(self, hopeless: list[Mesh]) -> None:
         """Where no mesh has room for the states: the mesh that comes closest, to show what is missing."""
-        for mesh in sorted(hopeless, key=lambda mesh: mesh.pp * mesh.tp, reverse=True):
+        for mesh in sorted(hopeless, key=lambda mesh: (self._least_bytes(mesh), -mesh.tp, mesh.pp, -mesh.microbatches)):
             if self.found:
                 return
             self.found.extend(self._solve(mesh, once=True))
@@ -363,7 +388,7 @@ class _Sweep:
             if isinstance(placements, str):
                 continue
             name = "ZeRO-3 only" if zero else "naive model parallel"
-            checkpoint = pins.activation_checkpoint or "none"
+            checkpoint = checkpoints_for(self.setting.graph, pins)[0]
             evaluator = self._evaluator(mesh, placements)
             for pipeline in self._pipelines(mesh, zero, checkpoint)[:1]:
                 for each in self._candidate(evaluator, pipeline, zero, checkpoint):
@@ -430,9 +455,8 @@ class _Sweep:
         setting = self.setting
         shardings = shardings_for(mesh, setting.pins, setting.cluster)
         evaluators = {r: self._evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        pinned = setting.pins.activation_checkpoint
         found: list[Candidate] = []
-        for checkpoint in CHECKPOINTS if pinned is None else (pinned,):
+        for checkpoint in checkpoints_for(setting.graph, setting.pins):
             if found and evaluators[shardings[0][1]].least_seconds(checkpoint) >= self.best_seconds:
                 break  # recomputation only costs time
             for zero, replicas in shardings:
@@ -456,7 +480,9 @@ class _Sweep:
             slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
         )
 
-    def _may_win(self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: str, tried: Sequence[Candidate]) -> bool:
+    def _may_win(
+        self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: Checkpointing, tried: Sequence[Candidate]
+    ) -> bool:
         """Whether a schedule is worth a try after others of the same policy.
 
         GPipe and 1F1B are. The others need about as much memory or more, so something must fit, and be slower than they
@@ -469,13 +495,20 @@ class _Sweep:
         best = min(self.best_seconds, *(candidate.cost.step_seconds for candidate in tried if candidate.fits))
         return evaluator.least_seconds(checkpoint) < best
 
-    def _candidate(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> Iterator[Candidate]:
+    def _candidate(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
+    ) -> Iterator[Candidate]:
         stages = self._cut(evaluator, pipeline, zero, checkpoint)
         if not loses_weights(evaluator.program, pipeline[0], stages):
             yield self._costed(evaluator, stages, pipeline[0], zero, checkpoint)
 
     def _costed(
-        self, evaluator: Evaluator, stages: tuple[tuple[int, int], ...], schedule: str, zero: int, checkpoint: str
+        self,
+        evaluator: Evaluator,
+        stages: tuple[tuple[int, int], ...],
+        schedule: str,
+        zero: int,
+        checkpoint: Checkpointing,
     ) -> Candidate:
         mesh = evaluator.mesh
         room = self.setting.cluster.gpu.hbm_bytes
@@ -498,7 +531,9 @@ class _Sweep:
             hbm_bytes=self.devices.of(mesh).hbm_bytes,
         )
 
-    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: str) -> tuple[tuple[int, int], ...]:
+    def _cut(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
+    ) -> tuple[tuple[int, int], ...]:
         mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = len(self.space.graph.units)
         if mesh.pp == 1:
@@ -526,3 +561,9 @@ class _Sweep:
             ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def _shortfall(candidate: Candidate) -> int:
+    """Bytes that the fullest rank needs and does not have."""
+    memory = zip(candidate.cost.rank_memory, candidate.hbm_bytes, strict=True)
+    return max(each["total"] - room for each, room in memory)

@@ -10,6 +10,7 @@ from typing import TypeGuard
 from ...cost_models.communication import overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
 from ..capture.graph import ModelGraph
+from ..checkpointing import POLICIES, Checkpointing, policy_of
 from ..sharding.mesh import Mesh
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
@@ -22,13 +23,10 @@ from .split_backward import trained_operands
 from .storages import shares_memory
 from .unit_kinds import UnitKinds
 
-# What is run again before its backward: nothing, all of each block but products and attention, or every block. Then
-# what published software does: every second block, most blocks, the attention kernel of each block, or all but
-# attention and every second matrix product of each block.
-RECOMPUTE = ("none", "selective", "full", "alternate", "most", "attention", "operations")
-_NONE, _SELECTIVE, _FULL, _ALTERNATE, _MOST, _ATTENTION, _OPERATIONS = RECOMPUTE
-VARIES_BY_UNIT = (_ALTERNATE, _MOST)  # not the same for all units of a template
-_MOST_OF = 5  # "most": all blocks but every fifth
+# What of a block runs again before its backward: nothing, all but products and attention, or all of it. Then what
+# published software does: the attention kernel, or all but attention and every second matrix product.
+RECOMPUTE = (*POLICIES, "attention", "operations")
+_NONE, _SELECTIVE, _FULL, _ATTENTION, _OPERATIONS = RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +148,9 @@ class UnitCosts:
     def mesh(self) -> Mesh:
         return self.prices.mesh
 
-    def unit(self, index: int, *, recompute: bool | str) -> UnitCost:
-        """`recompute`: False or True for "none" and "full", or one of RECOMPUTE."""
-        policy = self._policy(index, recompute)
+    def unit(self, index: int, *, recompute: Checkpointing) -> UnitCost:
+        """`recompute`: one of RECOMPUTE for all blocks, or for each unit."""
+        policy = policy_of(recompute, index)
         key = (self.kinds.alike[index], policy)
         if key not in self._units:
             unit = self.graph.units[index]
@@ -164,13 +162,13 @@ class UnitCosts:
             self._units[key] = replace(cost, forward=forward, backward=backward)
         return self._units[key]
 
-    def counted(self, units: range, *, recompute: bool | str) -> Iterator[tuple[UnitCost, int]]:
+    def counted(self, units: range, *, recompute: Checkpointing) -> Iterator[tuple[UnitCost, int]]:
         """The costs of some units, equal ones once, and how many of each there are."""
-        counts = Counter((self.kinds.alike[index], self._policy(index, recompute)) for index in units)
+        counts = Counter((self.kinds.alike[index], policy_of(recompute, index)) for index in units)
         for (index, policy), count in counts.items():
             yield self.unit(index, recompute=policy), count
 
-    def stage_saved_bytes(self, first: int, last: int, *, recompute: bool | str) -> int:
+    def stage_saved_bytes(self, first: int, last: int, *, recompute: Checkpointing) -> int:
         """What autograd keeps of one microbatch of units [first, last)."""
         return stage_bytes(
             self.program,
@@ -178,15 +176,6 @@ class UnitCosts:
             lambda index: self.unit(index, recompute=recompute).kept,
             lambda index, position: self._edge(index, position)[2],
         )
-
-    def _policy(self, index: int, recompute: bool | str) -> str:
-        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
-        if policy not in (_ALTERNATE, _MOST):
-            return policy
-        mine = self.graph.units[index].template
-        before = sum(unit.template == mine for unit in self.graph.units[:index])
-        runs_again = before % 2 == 0 if policy == _ALTERNATE else before % _MOST_OF != _MOST_OF - 1
-        return _FULL if runs_again else _NONE
 
     def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, bool]:
         """Conversions at an input, and whether they leave its memory as it is; what they made is kept by the unit."""
@@ -213,11 +202,10 @@ class UnitCosts:
             backward += _on_axis(step.axis, back) + Seconds(compute=copy_back + host_back)
         return forward, backward
 
-    def template(self, index: int, *, recompute: bool | str) -> UnitCost:
+    def template(self, index: int, *, recompute: str) -> UnitCost:
         """A unit of a template without its edges."""
         lowered = self.program.templates[index]
-        policy = (_FULL if recompute else _NONE) if isinstance(recompute, bool) else recompute
-        policy = policy if lowered.template.is_module else _NONE
+        policy = recompute if lowered.template.is_module else _NONE
         known = self.prices.shared.costs
         key = ("template", self.keys[index], policy)
         if key not in known:
@@ -232,7 +220,7 @@ class UnitCosts:
 
     def _recomputed(self, index: int, policy: str, steps: Sequence[_StepCost]) -> UnitCost:
         """Checkpointing: part of the forward runs again before the backward, and what it makes is not kept."""
-        plain = self.template(index, recompute=False)
+        plain = self.template(index, recompute=_NONE)
         lowered = self.program.templates[index]
         again = self._again(lowered, policy)
         if policy == _SELECTIVE:

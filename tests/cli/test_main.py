@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autopar.cli import main as cli_main
+from autopar.cli import app as cli_app
 from autopar.cli.exit_codes import ExitCode
+from autopar.cli.main import main
 from autopar.cost_models.errors import HardwareError
 from autopar.planner.errors import AutoparError, CheckFailed, InfeasibleError, UnsupportedModel
 from autopar.planner.plan import Plan
@@ -82,7 +83,7 @@ def test_errors_become_codes(
     def fail(**_: object) -> None:
         raise error("what", where="there", fix="do this")
 
-    monkeypatch.setattr(cli_main, "app", fail)
+    monkeypatch.setattr(cli_app, "app", fail)
     found = run("plan")
     assert (found.code, found.out) == (code, "")
     assert found.err == "error: what\n  where: there\n  fix: do this\n"
@@ -92,9 +93,9 @@ def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli_main, "app", fail)
+    monkeypatch.setattr(cli_app, "app", fail)
     with pytest.raises(ZeroDivisionError):
-        cli_main.main(["plan"])
+        main(["plan"])
 
 
 TORCH_FREE = [

@@ -214,7 +214,7 @@ class _Forward:
 
         def call(found: Sequence[Expr]) -> Expr:
             arguments = [expr.text for expr in found] + (["at"] if random else [])
-            return Expr(self._checkpointed(run.template, callee, arguments))
+            return Expr(self._call(run, callee, arguments))
 
         results = tuple(Value(run.units[-1], output) for output in range(len(template.outputs)))
         names = tuple(self.names[value] for value in results)
@@ -241,15 +241,14 @@ class _Forward:
         inside = loop.variable(_source(edge), (run.units[0], "inside", position), back)
         return self._edge(edge, key, scope, loop, start=inside)
 
-    def _checkpointed(self, template: int, callee: str, arguments: Sequence[str]) -> str:
-        policy = self.modules.options.activation_checkpoint
+    def _call(self, run: Run, callee: str, arguments: Sequence[str]) -> str:
+        inside = ", ".join((callee, *arguments))
+        if self.modules.is_looked_up(run):
+            return f"run_block({inside})"
+        policy = self.modules.policy_of(run.units[0])
         if policy == "none":
             return f"{callee}({', '.join(arguments)})"
-        inside = ", ".join((callee, *arguments))
-        if self.modules.updates_statistics(template):
-            return f"recomputed({inside})"
-        contexts = ", context_fn=keep_results" if policy == "selective" else ""
-        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False{contexts})"
+        return self.modules.recomputed_call(inside, policy, updates=self.modules.updates_statistics(run.template))
 
     def _loop_header(self, run: Run) -> str:
         fqns = [self.modules.graph.units[unit].fqn for unit in run.units]

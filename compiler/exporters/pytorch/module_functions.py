@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from ....planner.sharding.mesh import Mesh
@@ -103,6 +103,9 @@ _NOTHING_KEPT = "    contexts = nullcontext(), spare_buffers(block)"
 _RESULTS_KEPT = """\
     first, again = keep_results()
     contexts = first, both(spare_buffers(block), again)"""
+_EITHER_KEPT = """\
+    first, again = keep_results() if keeps_results else (nullcontext(), nullcontext())
+    contexts = first, both(spare_buffers(block), again)"""
 _BOTH = """
 
 
@@ -117,10 +120,29 @@ def keep_results() -> tuple[AbstractContextManager, AbstractContextManager]:
     return create_selective_checkpoint_contexts(KEPT)'''
 
 
-def recomputed(*, keeps_results: bool) -> str:
-    """`keeps_results`: selective checkpointing."""
-    text = _RECOMPUTED.replace("CONTEXTS", _RESULTS_KEPT if keeps_results else _NOTHING_KEPT)
-    return text + _BOTH if keeps_results else text
+def recomputed(policies: Sequence[str]) -> str:
+    """The function that runs blocks which update running statistics, for these policies of theirs."""
+    if len(policies) > 1:
+        text = _RECOMPUTED.replace("CONTEXTS", _EITHER_KEPT)
+        return text.replace("*inputs: torch.Tensor)", "*inputs: torch.Tensor, keeps_results: bool)", 1) + _BOTH
+    text = _RECOMPUTED.replace("CONTEXTS", _RESULTS_KEPT if "selective" in policies else _NOTHING_KEPT)
+    return text + _BOTH if "selective" in policies else text
+
+
+def run_block(calls: Mapping[str, str]) -> str:
+    """The function that runs a block under its own policy. `calls`: policy -> call that runs it so."""
+    return "\n".join(
+        (
+            "def run_block(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:",
+            '    """Run a block, so that the backward computes it again where the plan says so."""',
+            *(
+                line
+                for policy, call in calls.items()
+                for line in (f"    if block.fqn in {policy.upper()}:", f"        return {call}")
+            ),
+            "    return block(*inputs)",
+        )
+    )
 
 
 def build_mesh(mesh: Mesh) -> str:
@@ -132,36 +154,27 @@ def build_mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, ({shape}), mesh_dim_names={literal(tuple(axes))})'''
 
 
-STATES_MESH = '''\
-def states_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same parameters: ZeRO splits states over all of them."""
-    return mesh["dp", "cp"]._flatten("dp_cp")  # made once, then looked up'''
-
-
-def states_of(axis: str) -> str:
-    """The mesh that ZeRO splits states over, by the name of its axis, as source."""
-    return "states_mesh(mesh)" if axis == "dp_cp" else f"mesh[{quote(axis)}]"
-
-
 def build_stage(
     *,
     stages: Sequence[str],
     zero: int | None,
-    over: str,
     replicas: int,
     blocks: Sequence[str],
     layers: bool,
+    named: bool,
     tied: bool,
     several: bool,
 ) -> str:
-    """`stages`: the class of each; `zero`: the ZeRO stage if there is one, `over` an axis of the mesh; `layers`: stages
-    are given their blocks; `tied`: there are groups of ranks that hold tied parameters; `several`: a rank's stages are
-    a list."""
+    """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks;
+    `named`: modules are told their names; `tied`: there are groups of ranks that hold tied parameters; `several`: a
+    rank's stages are a list."""
     text = _build_stages(stages, layers) if several else _build_one(stages, layers)
+    if named:
+        text += _named(several)
     if zero == 1:
         text += _sharded(several)
     elif zero is not None:
-        text += _fully_sharded(blocks, over, reshard=zero == 3, replicas=replicas, several=several)
+        text += _fully_sharded(blocks, reshard=zero == 3, replicas=replicas, several=several)
     built = "stages" if several else "stage"
     if tied:
         text.append(f"    {built}.tied_groups = tied_groups(mesh)")
@@ -198,6 +211,16 @@ def _made(stages: Sequence[str], *, layers: bool) -> str:
     return f"({_classes(stages)})[index](mesh{', STAGE_LAYERS[index]' if layers else ''})"
 
 
+def _named(several: bool) -> list[str]:
+    """Every module has its name, by which `run_block` finds its policy."""
+    indent = "        " if several else "    "
+    return [
+        *(["    for stage in stages:"] if several else []),
+        f"{indent}for name, module in stage.named_modules():",
+        f"{indent}    module.fqn = name",
+    ]
+
+
 def _sharded(several: bool) -> list[str]:
     """ZeRO-1: the parts of the parameters that the optimizer has."""
     line, note = "stage.shards = [Shards(stage, mesh)]", "in a list: they are no parameters of the stage"
@@ -209,16 +232,15 @@ def _classes(stages: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
 
 
-def _fully_sharded(blocks: Sequence[str], axis: str, *, reshard: bool, replicas: int, several: bool) -> list[str]:
-    every, size = states_of(axis), axis.upper()
-    over = "groups" if replicas > 1 else every
+def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int, several: bool) -> list[str]:
+    over = "groups" if replicas > 1 else 'mesh["dp"]'
     arguments = f"mesh={over}, reshard_after_forward={reshard}"
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
     lines = [f"    # {policy}."]
     if replicas > 1:
         lines += [
             "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
-            f'    groups = {every}._unflatten(0, (REPLICAS, {size} // REPLICAS), ("dp_replicate", "dp_shard"))',
+            '    groups = mesh["dp"]._unflatten(0, (REPLICAS, DP // REPLICAS), ("dp_replicate", "dp_shard"))',
         ]
     indent = "    "
     if several:
@@ -324,6 +346,6 @@ def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
 
 
 __all__ = [
-    "KEEP_RESULTS", "STATES_MESH", "build_mesh", "build_stage", "local", "parameter", "recomputed", "state_dicts",
-    "states_of", "weights",
+    "KEEP_RESULTS", "build_mesh", "build_stage", "local", "parameter", "recomputed", "run_block", "state_dicts",
+    "weights",
 ]  # fmt: skip

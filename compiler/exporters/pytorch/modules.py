@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ....planner.capture.graph import Kind, Unit, Value
+from ....planner.checkpointing import Checkpointing, by_unit, policy_of
 from ....planner.errors import AutoparError
 from ....planner.schedules import get_schedule
-from ....planner.search.step_collectives import reduced_axes
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef, kept_kernels
@@ -21,7 +21,7 @@ from .options import Options
 RESERVED = frozenset(
     (
         "self", "torch", "F", "nn", "dist", "mesh", "device", "microbatch", "values", "inputs", "at", "block",
-        "checkpoint", "keep_results", "local", "layers",
+        "checkpoint", "keep_results", "local", "layers", "recomputed", "run_block",
     )
 )  # fmt: skip
 CLASSES = (
@@ -81,17 +81,12 @@ class Modules:
 
     @property
     def has_fsdp(self) -> bool:
-        return self.mesh.state_ranks > 1 and self.options.zero >= 2
+        return self.mesh.dp > 1 and self.options.zero >= 2
 
     @property
     def has_shards(self) -> bool:
         """ZeRO-1: the optimizer has parts of the parameters."""
-        return self.mesh.state_ranks > 1 and self.options.zero == 1
-
-    @property
-    def joins_states(self) -> bool:
-        """Whether ZeRO splits states over several axes of the mesh together."""
-        return (self.has_fsdp or self.has_shards) and self.mesh.state_axis not in self.mesh.sizes
+        return self.mesh.dp > 1 and self.options.zero == 1
 
     @property
     def has_dtensors(self) -> bool:
@@ -238,10 +233,64 @@ class Modules:
             )
         return bool(updated)
 
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """What of the blocks the backward computes again."""
+        by_block = self.options.checkpoint_by_block
+        if not by_block:
+            return self.options.activation_checkpoint
+        return by_unit(self.graph, by_block, where="plan.json: checkpoint_by_block")
+
+    def policy_of(self, unit: int) -> str:
+        """What of a unit the backward computes again."""
+        is_block = self.graph.units[unit].template in self.blocks
+        return policy_of(self.checkpointing, unit) if is_block else "none"
+
+    def policies(self, template: int) -> frozenset[str]:
+        """The policies of a block's units."""
+        units = enumerate(self.graph.units)
+        return frozenset(self.policy_of(index) for index, unit in units if unit.template == template)
+
+    def is_looked_up(self, run: Run) -> bool:
+        """Whether blocks find out what their policy is when they run: a loop, in whatever stage, has several."""
+        if not self.is_looped(run):
+            return False
+        is_shared = self.in_layers(self.graph.units[run.units[0]])
+        found = self.policies(run.template) if is_shared else set(map(self.policy_of, run.units))
+        return len(found) > 1
+
+    @cached_property
+    def looked_up(self) -> tuple[int, ...]:
+        """The units whose policy is found out when they run."""
+        runs = [run for stage in self.model.stages for run in stage.runs if run.template in self.blocks]
+        return tuple(index for run in runs if self.is_looked_up(run) for index in run.units)
+
     @property
     def keeps_results(self) -> bool:
         """Whether blocks are checkpointed selectively."""
-        return self.options.activation_checkpoint == "selective" and bool(self.blocks)
+        return any("selective" in self.policies(template) for template in self.blocks)
+
+    @cached_property
+    def sparing_policies(self) -> tuple[str, ...]:
+        """The policies of blocks that update running statistics, which they leave alone when they run again."""
+        again = {template: self.policies(template) - {"none"} for template in self.blocks}
+        found = [policies for template, policies in again.items() if policies and self.updates_statistics(template)]
+        if self.spares_looked_up:
+            found.append(frozenset(map(self.policy_of, self.looked_up)) - {"none"})
+        return tuple(sorted(frozenset().union(*found)))
+
+    @cached_property
+    def spares_looked_up(self) -> bool:
+        """Whether some block that finds out its policy updates running statistics."""
+        return any(map(self.updates_statistics, {self.graph.units[index].template for index in self.looked_up}))
+
+    def recomputed_call(self, inside: str, policy: str, *, updates: bool) -> str:
+        """The call that runs a block so that the backward computes it again. `inside`: block and arguments."""
+        if updates:
+            keeps = f", keeps_results={policy == 'selective'}" if len(self.sparing_policies) > 1 else ""
+            return f"recomputed({inside}{keeps})"
+        contexts = ", context_fn=keep_results" if policy == "selective" else ""
+        return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False{contexts})"
 
     @property
     def kept_kernels(self) -> tuple[str, ...]:
@@ -251,11 +300,11 @@ class Modules:
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """Axes whose partial gradients `reduce_gradients` adds up in a bucket."""
-        sizes = self.mesh.sizes
+        """Axes whose partial gradients `reduce_gradients` adds up in a bucket: all, but dp only under ZeRO-0."""
+        is_sharded = self.has_fsdp or self.has_shards
+        sizes = {name: size for name, size in self.mesh.sizes.items() if name != "dp" or not is_sharded}
         held = [tensor for stage in self.model.stages for tensor in stage.tensors]
-        axes = reduced_axes(self.options.zero)
-        return tuple(axis for axis in axes if sizes[axis] > 1 and any(axis in t.partial for t in held))
+        return tuple(axis for axis, size in sizes.items() if size > 1 and any(axis in t.partial for t in held))
 
     def is_all_partial(self, axis: str) -> bool:
         """Whether every gradient is a partial sum on the axis; unused parameters have none."""

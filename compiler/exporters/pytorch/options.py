@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ....planner.checkpointing import MIXED, POLICIES
 from ....planner.errors import AutoparError
 from ....planner.plan import Plan
 from ....planner.schedules import get_schedule, schedule_names
 
 ZERO_STAGES = (0, 1, 2, 3)
-CHECKPOINTS = ("none", "selective", "full")
+CHECKPOINTS = (*POLICIES, MIXED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Options:
     rank_stages: tuple[tuple[int, ...], ...] = ((0,),)
     stage_seconds: tuple[float, ...] = ()
     step_seconds: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_by_block: Mapping[str, str] = field(default_factory=dict)  # as in the plan
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -52,6 +54,7 @@ def options_of(plan: Plan) -> Options:
     options = Options(
         zero=plan.zero,
         activation_checkpoint=plan.activation_checkpoint,
+        checkpoint_by_block=dict(plan.checkpoint_by_block),
         schedule=plan.schedule,
         stage_seconds=tuple(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
         step_seconds=dict(plan.time_breakdown_seconds),
