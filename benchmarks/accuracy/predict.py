@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import ModelGraph
@@ -54,12 +55,11 @@ class Predictor:
         """
         found: list[tuple[Evaluated, int, int]] = []
         reason = ""
-        for size in setup.microbatch_sizes:
-            for interleave in setup.interleaves:
-                try:
-                    found.append((self._evaluate(setup, size, interleave), size, interleave))
-                except (ValueError, KeyError, NoAssignment, AutoparError) as error:
-                    reason = str(error)
+        for size, interleave in product(setup.microbatch_sizes, setup.interleaves):
+            try:
+                found.append((self._evaluate(setup, size, interleave), size, interleave))
+            except (ValueError, KeyError, NoAssignment, AutoparError) as error:
+                reason = str(error)
         if not found:
             raise CannotExpress(reason or "no microbatch size divides the batch")
         room = setup.cluster.gpu.hbm_bytes

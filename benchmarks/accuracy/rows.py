@@ -63,6 +63,11 @@ class Row:
         """Whether its matrix products ran in 8 bits."""
         return self.float8 not in ("", "no") and "fp4" not in self.float8
 
+    @property
+    def scored_as(self) -> str:
+        """The family, or its rows with products of 8 bits."""
+        return f"{self.family} fp8" if self.has_float8 else self.family
+
 
 @dataclass(frozen=True, slots=True)
 class _Cells:

@@ -66,8 +66,7 @@ def family_scores(results: Sequence[Result]) -> dict[str, FamilyScore]:
     """Every family, in order of first appearance; its rows with products of 8 bits apart, as "NAME fp8"."""
     by_family: dict[str, list[Result]] = {}
     for result in results:
-        name = f"{result.row.family} fp8" if result.row.has_float8 else result.row.family
-        by_family.setdefault(name, []).append(result)
+        by_family.setdefault(result.row.scored_as, []).append(result)
     return {family: _score(mine) for family, mine in by_family.items()}
 
 

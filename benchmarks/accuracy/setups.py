@@ -42,6 +42,7 @@ class Software:
     memory: str = (
         "process"  # what its memory column has: "computed", "allocated" (by PyTorch) or "process" (nvidia-smi)
     )
+    recomputes: bool = False  # unless a row says that it does not
 
 
 # Family -> software. Source: the papers and repositories named in data/README.md.
@@ -59,8 +60,8 @@ SOFTWARE = {
     "kempnerforge": Software(stack="kempnerforge", bias=False, tied=False, memory="allocated"),
     "fms-fsdp": Software(stack="fms-fsdp", bias=False, tied=False),
     "nanotron": Software(stack="nanotron", bias=False, tied=True, memory="allocated"),
-    "megatron-bridge": Software(stack="megatron-2024", bias=False, tied=False),
-    "nemo": Software(stack="megatron-2024", bias=False, tied=False),
+    "megatron-bridge": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
+    "nemo": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
     "llama3-paper": Software(stack="megatron-2024", bias=False, tied=False),
 }
 
@@ -121,7 +122,7 @@ def setup_of(row: Row) -> Setup:
         tp=row.tp,
         pp=row.pp,
         dp=row.dp,
-        replicas=row.hsdp_replicas if "hsdp" in row.fsdp else 1,
+        replicas=row.hsdp_replicas if "hsdp" in row.fsdp.lower() else 1,
         zero=_zero(row),
         policy=_policy(row),
         schedule="none" if row.pp == 1 else "1f1b",
@@ -143,6 +144,8 @@ def _refuse(row: Row) -> None:
             raise CannotExpress(f"{name} is not stated")
     if row.layers and row.layers > _MOST_LAYERS:
         raise CannotExpress(f"layers is {row.layers}")
+    if SOFTWARE[row.family].recomputes and not row.checkpointing:
+        raise CannotExpress("what is recomputed is not stated")
     if row.ep > 1:
         raise CannotExpress("expert parallelism")
     if row.cp > 1:
@@ -189,7 +192,7 @@ def _stack(row: Row, software: Software) -> Stack:
 
 
 def _cluster(row: Row) -> Cluster:
-    gpu = row.gpu.split(" ")[0]
+    gpu = row.gpu.lower().split(" ")[0]
     name = _CLUSTERS.get(gpu, gpu)
     if not gpu:
         raise CannotExpress("gpu is not stated")
@@ -232,11 +235,13 @@ def _precision(row: Row) -> str:
 
 
 def _zero(row: Row) -> int:
-    if "zero3" in row.fsdp:
-        return 3 if row.dp > 1 else 0
-    if "zero2" in row.fsdp:
-        return 2 if row.dp > 1 else 0
-    return 1 if "zero1" in row.fsdp and row.dp > 1 else 0
+    text = row.fsdp.lower()
+    if row.dp == 1:
+        return 0
+    named = next((stage for stage in (3, 2, 1) if f"zero{stage}" in text), None)
+    if named is None:
+        named = 3 if "fsdp" in text or "hsdp" in text else 0
+    return named
 
 
 def _policy(row: Row) -> str:

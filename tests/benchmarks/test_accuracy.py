@@ -21,7 +21,7 @@ RUNS = BENCHMARKS / "data" / "runs.csv"
 STRONG = ("vtrain-multi", "narayanan-t1", "korthikanti-t5", "kempnerforge", "fms-fsdp", "bloom", "tr3m", "oneflow")
 
 sys.path.insert(0, str(BENCHMARKS))
-from accuracy import models, pins, predict, rows, scores, setups  # noqa: E402
+from accuracy import models, page, pins, predict, rows, scores, setups  # noqa: E402
 
 ROWS = rows.read_rows(RUNS)
 
@@ -83,8 +83,21 @@ def test_what_cannot_be_expressed_says_why() -> None:
         setups.setup_of(replace(row("titan-t1-1"), cp=2))
     with pytest.raises(setups.CannotExpress, match="not in the hardware catalogue"):
         setups.setup_of(replace(row("titan-t1-1"), gpu="tpu-v5"))
+    stated = next(r for r in ROWS if r.family == "nemo" and r.layers and r.vocab and r.cp == 1)
+    with pytest.raises(setups.CannotExpress, match="what is recomputed is not stated"):
+        setups.setup_of(stated)
+    assert setups.setup_of(replace(stated, checkpointing="full")).policy == "full"
     with pytest.raises(setups.CannotExpress, match="less than 8 bits"):
         setups.setup_of(replace(row("titan-t1-1"), float8="nvfp4"))
+
+
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [("none", 0), ("none/zero1", 1), ("zero2 (no reshard)", 2), ("zero3", 3), ("HSDP", 3), ("FSDP2", 3), ("", 0)],
+)
+def test_sharding_is_read(text: str, zero: int) -> None:
+    assert setups.setup_of(replace(row("titan-t1-1"), fsdp=text)).zero == zero
+    assert setups.setup_of(replace(row("titan-t1-1"), fsdp=text, dp=1, tp=8)).zero == 0
 
 
 def test_products_in_8_bits_are_a_choice_of_the_stack() -> None:
@@ -191,6 +204,13 @@ def test_every_contaminated_row_says_why_and_is_strong() -> None:
     marked = [each for each in ROWS if each.contaminated]
     assert {each.family for each in marked} == {"vtrain-multi", "bloom", "llm-foundry", "torchtitan"}
     assert all(len(each.contaminated) > 10 for each in marked)
+
+
+def test_targets_are_met_or_missed() -> None:
+    rows = page._targets(scores.family_scores([result(1.0, 1.07, 1)]))
+    assert "| vtrain-multi | step time, all rows | 8 | 7.00 | met |" in rows
+    assert "| vtrain-multi | step time, clean rows | 6 | 7.00 | missed |" in rows
+    assert not any("bloom" in line for line in rows)
 
 
 def test_regret_and_tau() -> None:
