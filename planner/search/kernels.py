@@ -46,9 +46,13 @@ _ATTENTION_BACKWARD_PRODUCTS = 2
 _CAST_BYTES = 4
 
 
-def stack_work(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType], stack: Stack) -> Work:
-    """Work of one local operation with the kernels of a stack."""
+def stack_work(
+    node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType], stack: Stack, *, in_block: bool = False
+) -> Work:
+    """Work of one local operation with the kernels of a stack. `in_block`: of a block, not of what lies outside."""
     work = local_work(node, operands, outputs)
+    if in_block and node.op == _LINEAR and stack.products == "float8" and work.forward.gemms:
+        return _in_float8(work)
     if node.op == _ATTENTION and stack.attention in _SCORE_BYTES:
         return _materialised(work, operands, *_SCORE_BYTES[stack.attention])
     if node.op == _LOSS and stack.loss in _LOGIT_BYTES:
@@ -198,9 +202,8 @@ def stack_works(program: TemplateProgram, stack: Stack) -> list[Work | None]:
     works: dict[int, Work] = {}
     for index, step in enumerate(program.steps):
         if isinstance(step, Compute):
-            work = stack_work(step.node, step.operand_types, step.outputs, stack)
-            is_cast = stack.products == "float8" and program.template.is_module and step.node.op == _LINEAR
-            works[index] = _in_float8(work) if is_cast and work.forward.gemms else work
+            in_block = program.template.is_module
+            works[index] = stack_work(step.node, step.operand_types, step.outputs, stack, in_block=in_block)
     flow = _Flow(program, works)
     less_forward: dict[int, int] = {}
     less_backward: dict[int, int] = {}

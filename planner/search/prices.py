@@ -250,6 +250,12 @@ def overlap_slowdown(stack: Stack) -> float:
     return OVERLAP_SLOWDOWN_COMPILED if stack.fusion == "compiled" else OVERLAP_SLOWDOWN
 
 
+def least_shown_fraction(stack: Stack) -> float:
+    """What is seen at least of a backward collective on tp that runs beside the gradient of a weight."""
+    slowdown = overlap_slowdown(stack)
+    return 1.0 if stack.tp_overlap == "none" else (slowdown - 1) / slowdown
+
+
 def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:
     """By what a step grows because the slowest of many nodes sets the pace of all."""
     nodes = mesh.world_size / cluster.gpus_per_node

@@ -18,7 +18,7 @@ from ..sharding.redistribute import changes
 from ..sharding.rules import Call, rule_of
 from .assignment import Choice
 from .kernels import kept_by_kernels, stack_work
-from .prices import Prices, saved_on_device
+from .prices import Prices, least_shown_fraction, saved_on_device
 from .problem import Labels, Space, State
 
 _ADD = "aten.add.Tensor"
@@ -59,7 +59,8 @@ class Uses:
         self, template: int, node: Node, labels: Labels, operands: Sequence[TensorType], outputs: Sequence[TensorType]
     ) -> tuple[float, float]:
         gpu, stack = self.prices.cluster.gpu, self.prices.stack
-        whole = stack_work(node, operands, outputs, stack)
+        in_block = self.space.graph.templates[template].is_module
+        whole = stack_work(node, operands, outputs, stack, in_block=in_block)
         work = self._least(template, node, whole)
         priced = replace(stack, fusion="eager")
         forward, backward = 0.0, 0.0
@@ -136,7 +137,10 @@ class Uses:
             axis = next(axis for axis in axes if axis.name == step.axis)
             if axis.is_time:
                 continue
-            parts = (*self.prices.copies(step), *self.prices.uses_seconds(step.collectives(axis)))
+            ahead, back = self.prices.uses_seconds(step.collectives(axis))
+            if axis.name == "tp":
+                back *= least_shown_fraction(self.prices.stack)
+            parts = (*self.prices.copies(step), ahead, back)
             sums = [old + new for old, new in zip(sums, parts, strict=True)]
         return MoveUse(copies=(sums[0], sums[1]), messages=(sums[2], sums[3]))
 

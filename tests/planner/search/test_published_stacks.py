@@ -25,6 +25,7 @@ from autopar.planner.search.problem import Rules, Space, build_problem
 from autopar.planner.search.stage_costs import PricedStage, StageCost
 from autopar.planner.search.stage_memory import StageMemory
 from autopar.planner.search.step_collectives import stage_values
+from autopar.planner.search.step_uses import Uses
 from autopar.planner.search.unit_costs import Seconds
 from autopar.planner.sharding.mesh import MICROBATCH, Mesh
 from autopar.planner.sharding.placement import Pair
@@ -197,6 +198,37 @@ def test_gradients_of_inputs_hide_behind_those_of_weights(gpt: ModelGraph, on_tw
     assert hidden.forward == plain.forward
     assert 0 < hidden.backward.tp < plain.backward.tp
     assert hidden.backward.compute == plain.backward.compute
+
+
+def uses_of(graph: ModelGraph, stack: Stack) -> Uses:
+    """What the lower bounds of a search charge for every option."""
+    made = Prices(mesh=Mesh(dp=2, tp=2, microbatches=2), cluster=H100, stack=stack)
+    space = Space(in_precision(graph, "bf16"))
+    batch = find_batch_split(space).placements
+    assert batch is not None
+    fixed = tuple({n: {MICROBATCH: labels[MICROBATCH]} for n, labels in p.items()} for p in batch)
+    uses = Uses(space, made)
+    build_problem(space, made.axes, ("dp", "tp"), fixed, Rules(batch=batch), uses, 2)
+    return uses
+
+
+def test_bounds_leave_out_what_may_hide_behind_weights(gpt: ModelGraph) -> None:
+    plain, hidden = uses_of(gpt, EAGER), uses_of(gpt, with_choices(tp_overlap="weight gradients"))
+    fewer = 0
+    for key, move in plain.moves.items():
+        other = hidden.moves[key]
+        assert (move is None) == (other is None)
+        if move is not None and other is not None:
+            assert other.messages[0] == move.messages[0]
+            assert move.messages[1] * 0.2 * (1 - 1e-9) <= other.messages[1] <= move.messages[1]
+            fewer += other.messages[1] < move.messages[1]
+    assert fewer > 10
+
+
+def test_bounds_know_products_in_8_bits(gpt: ModelGraph) -> None:
+    plain, cast = uses_of(gpt, EAGER), uses_of(gpt, with_choices(products="float8"))
+    differing = {key[1] for key, use in plain.operations.items() if cast.operations[key].device != use.device}
+    assert differing == {"attn.c_attn.linear", "attn.c_proj.linear", "mlp.c_fc.linear", "mlp.c_proj.linear"}
 
 
 def test_an_embedding_may_be_held_whole(gpt: ModelGraph, on_two: Placements) -> None:
