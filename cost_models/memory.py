@@ -29,7 +29,7 @@ _STORED_BYTES = 4
 
 # The caching allocator cannot reuse every hole of the blocks that come and go.
 # Source: unverified; published torch-allocator peaks are met without, nvidia-smi shows 10 to 20% more.
-_FRAGMENTATION_FRACTION = 0.03
+FRAGMENTATION_FRACTION = 0.03
 
 _ZERO_STAGES = (0, 1, 2, 3)
 
@@ -157,7 +157,7 @@ def activation_bytes(
 def overhead_bytes(memory: Memory, gpu: Gpu) -> Memory:
     """What context, libraries and the allocator take beside `memory`."""
     moving = memory.activations + memory.gather_buffers + memory.temporary
-    return Memory(overhead=gpu.overhead_bytes + int(moving * _FRAGMENTATION_FRACTION))
+    return Memory(overhead=gpu.overhead_bytes + int(moving * FRAGMENTATION_FRACTION))
 
 
 def fits(memory: Memory, gpu: Gpu) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..capture.graph import Value
@@ -93,27 +93,58 @@ def stage_bytes(
 
     `is_view(unit, input)`: whether the conversions at an input leave the memory as it is.
     """
-    # Where the memory of a value lies: who made it, and its bytes (0: as large as whoever keeps it says).
-    places: dict[Value, tuple[Hashable, int]] = {}
     sizes: dict[Hashable, int] = {}
     extra = 0
+    for unit in _kept_places(program, units, kept_of, is_view):
+        for place, size in unit.values:
+            sizes[place.key] = max(size, place.num_bytes, sizes.get(place.key, 0))
+        extra += unit.extra_bytes
+    return sum(sizes.values()) + extra
+
+
+def first_kept_bytes(
+    program: ModelProgram, units: range, kept_of: Callable[[int], Kept], is_view: Callable[[int, int], bool]
+) -> tuple[int, ...]:
+    """Of each unit the bytes of what no unit before it keeps: no stage keeps less than its units have here."""
+    seen: set[Hashable] = set()
+    found: list[int] = []
+    for unit in _kept_places(program, units, kept_of, is_view):
+        found.append(unit.extra_bytes + sum(size for place, size in unit.values if place.key not in seen))
+        seen.update(place.key for place, _ in unit.values)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the memory of a value lies: who made it, and its bytes (0: as large as whoever keeps it says)."""
+
+    key: Hashable
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptUnit:
+    values: tuple[tuple[_Place, int], ...]
+    extra_bytes: int
+
+
+def _kept_places(
+    program: ModelProgram, units: range, kept_of: Callable[[int], Kept], is_view: Callable[[int, int], bool]
+) -> Iterator[_KeptUnit]:
+    places: dict[Value, _Place] = {}
     for index in units:
         kept, unit = kept_of(index), program.graph.units[index]
-        inputs: dict[Var, tuple[Hashable, int]] = {}
+        inputs: dict[Var, _Place] = {}
         for position, (made, value) in enumerate(
             zip(program.templates[unit.template].inputs, unit.inputs, strict=True)
         ):
             if is_view(index, position):
-                inputs[made] = places.get(value, (value, 0))
-
-        def place(root: Var, size: int, index: int = index, inputs=inputs) -> tuple[Hashable, int]:  # type: ignore[no-untyped-def]
-            key, whole = inputs.get(root, ((index, root), 0))
-            return key, max(whole, size)
-
-        for root, size in kept.values:
-            key, whole = place(root, size)
-            sizes[key] = max(whole, sizes.get(key, 0))
+                inputs[made] = places.get(value, _Place(value, 0))
+        yield _KeptUnit(
+            tuple((inputs.get(root) or _Place((index, root), 0), size) for root, size in kept.values), kept.extra_bytes
+        )
         for output, (root, size) in enumerate(kept.outputs):
-            places[Value(index, output)] = place(root, size)
-        extra += kept.extra_bytes
-    return sum(sizes.values()) + extra
+            given = inputs.get(root)
+            places[Value(index, output)] = (
+                _Place((index, root), size) if given is None else _Place(given.key, max(given.num_bytes, size))
+            )

@@ -31,11 +31,7 @@ and for fewer conversions.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from math import inf, isinf
 from typing import Any
 
@@ -43,6 +39,7 @@ import pulp
 
 from .assignment import Assignment, Choice, Group, NoAssignment, Problem, State, cost_of, memory_of
 from .chains import TIE_CONVERSION_SECONDS, reduce
+from .solver import run_solver
 
 _SCALE = 1e6  # the solver sees microseconds: its tolerances are absolute, about 1e-7
 _INTEGRAL = 1e-6
@@ -288,44 +285,6 @@ class _Model:
             run_solver(self.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds)
             self.is_proven = self.lp.sol_status == pulp.LpSolutionOptimal
         return {key: 1.0 if column is None else float(column.varValue or 0.0) for key, column in self.x.items()}
-
-
-def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> str:
-    """Solve with HiGHS, or with CBC where that is missing; one thread, silent, repeatable. The solver's name.
-
-    Raises:
-        NoAssignment: infeasible, or no solution within the time limit.
-    """
-    solver = pulp.HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, mip_rel_gap=1e-9)
-    name = "HiGHS"
-    if not solver.available():
-        name = "CBC"
-        solver = pulp.PULP_CBC_CMD(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, gapRel=1e-9)
-    with _quiet_stdout():
-        lp.solve(solver)
-    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        raise NoAssignment
-    return name
-
-
-@contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Keep the C library's stdout away from ours: HiGHS prints its name at the first run, whatever its options say."""
-    sys.stdout.flush()
-    try:
-        ours = os.dup(1)
-    except OSError:  # no stdout at all
-        yield
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 1)
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(ours, 1)
-        os.close(ours)
-        os.close(nothing)
 
 
 def _by_state(items: Iterable[tuple[State, int]]) -> dict[State, list[int]]:

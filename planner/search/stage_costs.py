@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...cost_models.memory import Memory
+from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
 from ..sharding.mesh import Mesh
@@ -23,6 +23,8 @@ from .stage_memory import StageMemory
 from .step_collectives import REDUCED_AXES, prepared_changes
 from .unit_costs import Seconds, UnitCost, UnitCosts
 from .unit_kinds import UnitKinds
+
+_BYTES_OF_ROUNDING = 64.0  # of the shares of a unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +105,7 @@ class StageCosts:
     precision: str
     _stages: dict[tuple[object, ...], PricedStage] = field(default_factory=dict, init=False)
     _states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
+    _least_states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
     @property
@@ -241,6 +244,43 @@ class StageCosts:
         stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
         parts = self.memory.with_activations(self.memory.without_activations(0, held, stored, zero), 0, 1)
         return float(parts["total"] - parts["overhead"])
+
+    # --- what no cut does without ---
+
+    def whole(self, zero: int, recompute: Checkpointing) -> StageCost:
+        """The whole model as one stage: whatever the cut, the stages' passes add up to at least its own."""
+        return self.priced(0, len(self.kinds.templates), zero, recompute).cost
+
+    def least_states(self, zero: int) -> tuple[float, ...]:
+        """Bytes of every unit but the prelude that its stage holds throughout, at least; of tied ones another may."""
+        if zero not in self._least_states:
+            known: dict[int, float] = {}
+            found: list[float] = []
+            for index in range(1, len(self.kinds.templates)):
+                template = self.kinds.templates[index]
+                if index in self.kinds.sharing:
+                    found.append(0.0)
+                    continue
+                if template not in known:
+                    known[template] = self._least_unit_states(index, zero)
+                found.append(known[template])
+            self._least_states[zero] = tuple(found)
+        return self._least_states[zero]
+
+    def _least_unit_states(self, index: int, zero: int) -> float:
+        stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
+        still = self.memory.without_activations(0, held, stored, zero)
+        states = still.parameters + still.gradients + still.optimizer + still.master_weights
+        moving = self.memory.held_whole_bytes(held, zero)
+        return max(0.0, states + moving * (1 + FRAGMENTATION_FRACTION) - _BYTES_OF_ROUNDING)
+
+    def least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
+        """Bytes of every unit but the prelude that its stage keeps of one microbatch at least, fragmented."""
+        known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local, recompute)
+        if key not in known:
+            kept = self.units.first_kept_bytes(recompute=recompute)
+            known[key] = tuple(size * (1 + FRAGMENTATION_FRACTION) for size in kept)
+        return known[key]
 
     # --- messages ---
 

@@ -56,19 +56,36 @@ class StageMemory:
                 size = min(_BUCKET_ELEMENTS * COMPUTE_BYTES[self.precision], held.num_bytes)
             memory = replace(memory, gather_buffers=2 * size)
         if zero >= 2 and dp > 1:
-            stack, is_accumulated = self.prices.stack, self.prices.mesh.microbatches > 1
-            keeps_gradients = is_accumulated and stack.accumulation != "sharded"
-            keeps_parameters = (is_accumulated and stack.accumulation == "unsharded") or stack.resharding == "never"
-            whole = _all(held.group_bytes(dp)) if keeps_parameters else 0
-            if keeps_gradients:
-                whole += _all(held.group_bytes(dp, trained=True)) * self._accumulated_items(held)
-            if keeps_gradients and not keeps_parameters:
+            whole = self.held_whole_bytes(held, zero)
+            if self._keeps_gradients and not self._keeps_parameters:
                 # Fullest before the last backward: the parameters at work, and no gradient is in its shards yet.
                 working = min(2 * _largest(held.group_bytes(dp)), held.num_bytes)
                 memory = replace(memory, gather_buffers=working + whole, gradients=0)
             else:
                 memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=working_bytes)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether FSDP2's gradients stay whole from one microbatch to the next."""
+        return self.prices.mesh.microbatches > 1 and self.prices.stack.accumulation != "sharded"
+
+    @property
+    def _keeps_parameters(self) -> bool:
+        """Whether what FSDP2 has gathered stays from one microbatch to the next."""
+        stack = self.prices.stack
+        accumulates = self.prices.mesh.microbatches > 1 and stack.accumulation == "unsharded"
+        return accumulates or stack.resharding == "never"
+
+    def held_whole_bytes(self, held: Holdings, zero: int) -> int:
+        """Gathered parameters and unreduced gradients that FSDP2 holds from one microbatch to the next."""
+        dp = self.prices.mesh.shards
+        if zero < 2 or dp == 1:
+            return 0
+        whole = _all(held.group_bytes(dp)) if self._keeps_parameters else 0
+        if self._keeps_gradients:
+            whole += _all(held.group_bytes(dp, trained=True)) * self._accumulated_items(held)
+        return whole
 
     def _accumulated_items(self, held: Holdings) -> int:
         """How many times larger than a parameter its whole gradient is that microbatches are added up in."""

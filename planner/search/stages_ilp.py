@@ -30,6 +30,7 @@ With several stages per rank the most even cut is taken where it fits: memory al
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +40,7 @@ from math import inf
 import pulp
 
 from .assignment import NoAssignment
-from .placements_ilp import run_solver
+from .solver import run_solver
 
 _SCALE = 1e6  # microseconds
 _ROUNDING = 1e-12  # of sums of seconds
@@ -114,17 +115,51 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
         ends = cut_evenly(replace(cutting, room_bytes=inf))
         if objective(cutting, ends) < inf:
             return ends
-        if cutting.num_stages * len(cutting.seconds) > _FEW_BINARIES:
+        is_large = cutting.num_stages * len(cutting.seconds) > _FEW_BINARIES
+        by_rank = [[s for s, at in enumerate(cutting.rank_of) if at == rank] for rank in sorted({*cutting.rank_of})]
+        least = least_fullest(
+            cutting.held_bytes, cutting.kept_bytes, in_flight=cutting.in_flight, by_rank=by_rank
+        )  # fmt: skip
+        if is_large or least > cutting.room_bytes:
             raise NoAssignment
         return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
     ends = cut_evenly(cutting)
-    prices = cutting.cut_seconds[:-1] or (0.0,)
-    # No other cut can save more than this.
-    saved = (cutting.num_stages - 1) * (max(prices) - min(prices))
+    # No other cut can save more than this: its slowest stage is no faster, and its cuts cost what the cheapest do.
+    cheapest = min(cutting.cut_seconds[:-1], default=0.0)
+    saved = sum(cutting.cut_seconds[end - 1] - cheapest for end in ends)
     is_large = cutting.num_stages * len(cutting.seconds) > _MOST_COLUMNS
     if is_large or saved <= _NEGLIGIBLE * objective(cutting, ends):
         return ends
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
+
+
+def least_fullest(
+    held_bytes: Sequence[float],
+    kept_bytes: Sequence[float],
+    *,
+    in_flight: Sequence[int],
+    by_rank: Sequence[Sequence[int]],
+) -> float:
+    """Bytes that the fullest rank has at least, whatever the cut. `by_rank`: the stages of every rank.
+
+    For any weights l_r >= 0 of the ranks that add up to 1 it has at least sum_r l_r (bytes of r), and that is no less
+    than sum_u min_s l_r(s) (W_u + f_s A_u). Weights in inverse proportion to W + f_r A of the whole model, with f_r the
+    mean of the rank's stages, make all ranks of equal units alike.
+    """
+    units = Counter(zip(held_bytes, kept_bytes, strict=True))
+    held = sum(count * size for (size, _), count in units.items())
+    kept = sum(count * size for (_, size), count in units.items())
+    weights: list[float] = []
+    stages: set[tuple[float, int]] = set()
+    for mine in by_rank:
+        flight = sum(in_flight[s] for s in mine) / len(mine)
+        weights.append(1 / max(1.0, held + flight * kept))
+        stages.update((weights[-1], in_flight[s]) for s in mine)
+    least = sum(
+        count * min(weight * (unit_held + flight * unit_kept) for weight, flight in stages)
+        for (unit_held, unit_kept), count in units.items()
+    )
+    return least / sum(weights)
 
 
 def cut_evenly(cutting: Cutting) -> tuple[int, ...]:

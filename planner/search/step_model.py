@@ -32,7 +32,7 @@ from typing import Any
 
 import pulp
 
-from ...cost_models.memory import COMPUTE_BYTES
+from ...cost_models.memory import COMPUTE_BYTES, FRAGMENTATION_FRACTION
 from ...cost_models.optimizer import get_optimizer
 from ..capture.graph import Kind, ModelGraph, Ref, TensorType
 from ..checkpointing import Checkpointing, policy_of
@@ -40,15 +40,14 @@ from ..schedules import Schedule, get_schedule, in_flight
 from .assignment import Choice
 from .candidates import pipeline_factor
 from .linear import Linear, add, scaled, sum_of
-from .placements_ilp import run_solver
 from .prices import edge_of, slowest_of_nodes
 from .problem import Built
+from .solver import run_solver
 from .step_columns import MIB, SCALE, StepColumns
 from .step_parameters import StageParameters, StepParameters, padded_of, size_of
 from .step_units import StepUnits, UnitTerms
 from .step_uses import Uses
 
-_FRAGMENTATION = 0.03
 _BYTES_OF_ROUNDING = 64.0
 
 
@@ -271,7 +270,7 @@ class StepModel:
                 {self.units[kind].temporary: 1.0} for kind in sorted(kinds) if self.units[kind].temporary is not None
             ]
             add(moving, scaled(self.columns.largest("M", temporaries), MIB))
-        add(total, moving, 1 + _FRAGMENTATION)
+        add(total, moving, 1 + FRAGMENTATION_FRACTION)
         room = devices * (gpu.hbm_bytes - gpu.overhead_bytes + _BYTES_OF_ROUNDING)
         self.columns.row(scaled(total, 1 / gpu.hbm_bytes), pulp.LpConstraintLE, room / gpu.hbm_bytes)
 

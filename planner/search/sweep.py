@@ -15,37 +15,27 @@ from dataclasses import dataclass, field, replace
 from math import inf, log10
 
 from ...cost_models.errors import AutoparError
-from ..checkpointing import Checkpointing
-from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .answer import Candidate, Found, NothingFits, Setting, best_of_other_meshes, rank
-from .assignment import NoAssignment
 from .batch import BatchSplit, find_batch_split
 from .candidates import (
-    Pipeline,
     WholeModel,
     always_fills,
     bound_seconds,
     checkpoints_for,
     meshes,
-    num_cuttable,
-    pipelines_for,
-    shardings_for,
     whole_model,
     zeros_for,
 )
-from .evaluate import Evaluator
 from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
 from .placing import Placer
-from .prices import Prices, in_precision
+from .prices import in_precision
+from .pricing import Pricer, best_of
 from .problem import Rules, Space
 from .rank_speeds import Devices, devices_of
 from .refine import Refiner
-from .shared import Shared
-from .split_backward import loses_weights
-from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
 from .step_uses import Uses
 
@@ -95,8 +85,6 @@ class _Sweep:
     roomy: set[Mesh] = field(default_factory=set, init=False)  # meshes on which the quickest placements fit
     leanest: dict[Mesh, int] = field(default_factory=dict, init=False)  # bytes under the leanest policy
     estimates: dict[Mesh, float] = field(default_factory=dict, init=False)  # seconds of the best labelling known
-    _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
-    shared: Shared = field(default_factory=Shared, init=False)
     solved: int = 0  # programs of the exact search
 
     def __post_init__(self) -> None:
@@ -110,11 +98,13 @@ class _Sweep:
         )
         self.setting = setting = replace(setting, cluster=self.devices.cluster)
         self.whole = whole_model(self.space, setting.graph, setting.cluster, setting.stack)
+        self.states = states_of(setting)
+        self.pricer = Pricer(setting=setting, space=self.space, devices=self.devices)
         self.placer = Placer(
             space=self.space,
             batch=self.batch,
             rules=Rules(batch=self.batch.placements, tp_may_split_batch=setting.tp_may_split_batch),
-            prices=self.prices,
+            prices=self.pricer.prices,
             must_split=self._must_split,
         )
 
@@ -263,7 +253,7 @@ class _Sweep:
         found = inf
         for labelling in self.placer.known(meshes[0], since):
             try:
-                least = self._evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
+                least = self.pricer.evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
             except (KeyError, ValueError):
                 continue  # they lack a conversion, or a split that divides
             found = min(found, least)
@@ -281,13 +271,13 @@ class _Sweep:
             return
         self.tried.add((mesh, labelling))
         try:
-            every = self._priced(mesh, self.placer.taken(mesh, labelling))
+            every = self.pricer.priced(mesh, self.placer.taken(mesh, labelling), self.best_seconds)
         except (KeyError, ValueError):
             return
-        if not every:
+        if not every.candidates:
             return
-        priced = self._best_of(every)
-        leanest = min(candidate.cost.memory_bytes for candidate in every)
+        priced = every.best
+        leanest = min(candidate.cost.memory_bytes for candidate in every.candidates)
         self.leanest[mesh] = min(self.leanest.get(mesh, leanest), leanest)
         if priced[0].fits and not is_lean:
             self.roomy.add(mesh)
@@ -307,7 +297,7 @@ class _Sweep:
     def _leaves(self) -> Leaves:
         return Leaves(
             price=self._price_leaf,
-            uses=lambda mesh: Uses(self.space, self.prices(mesh)),
+            uses=lambda mesh: Uses(self.space, self.pricer.prices(mesh)),
             rules=self.placer.rules,
             fixed=self.placer.batch_labels,
             deadline=self.deadline,
@@ -321,28 +311,16 @@ class _Sweep:
             self._add([candidate])
 
     def _price_leaf(self, mesh: Mesh, placements: Placements, policy: Policy) -> Candidate | None:
-        try:
-            evaluator = self._evaluator(replace(mesh, replicas=policy.replicas), placements)
-            assert policy.stages is not None
-            assert policy.zero is not None
-            if loses_weights(evaluator.program, policy.schedule, policy.stages):
-                return None
-            return self._costed(evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint)
-        except (KeyError, ValueError):
-            return None  # the conversions of two axes do not go together
+        return self.pricer.leaf(mesh, placements, policy, self.best_seconds)
 
     def _bound(self, mesh: Mesh) -> float:
         setting = self.setting
         shards = max(zeros_for(mesh, setting.pins)) >= 1
-        fills = always_fills(self._pipelines(mesh))
+        fills = always_fills(self.pricer.pipelines(mesh))
         return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, fills=fills)
 
     def _least_bytes(self, mesh: Mesh) -> float:
-        setting = self.setting
-        return setting.cluster.gpu.overhead_bytes + states_of(setting).least(mesh, setting.pins)
-
-    def _pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
-        return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
+        return self.setting.cluster.gpu.overhead_bytes + self.states.least(mesh, self.setting.pins)
 
     def _refuse(self) -> None:
         if self.found:
@@ -374,7 +352,7 @@ class _Sweep:
             priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
                 best = min(priced, key=lambda candidate: (not candidate.fits, rank(candidate)))
-                yield f"{axis} only", self._simulated(best)
+                yield f"{axis} only", self.pricer.simulated(best)
             yield from self._plain(axis, same)
 
     def _plain(self, axis: str, same: Sequence[Mesh]) -> Iterator[tuple[str, Candidate]]:
@@ -389,26 +367,17 @@ class _Sweep:
                 continue
             name = "ZeRO-3 only" if zero else "naive model parallel"
             checkpoint = checkpoints_for(self.setting.graph, pins)[0]
-            evaluator = self._evaluator(mesh, placements)
-            for pipeline in self._pipelines(mesh, zero, checkpoint)[:1]:
-                for each in self._candidate(evaluator, pipeline, zero, checkpoint):
-                    yield name, self._simulated(each)
-
-    def _simulated(self, candidate: Candidate) -> Candidate:
-        """With the whole step simulated, though others are faster or it does not fit."""
-        if candidate.cost.is_simulated:
-            return candidate
-        cost = self._evaluator(candidate.mesh, candidate.placements).evaluate(
-            candidate.stages,
-            schedule=candidate.schedule,
-            zero=candidate.zero,
-            activation_checkpoint=candidate.activation_checkpoint,
-        )
-        return replace(candidate, cost=cost)
+            evaluator = self.pricer.evaluator(mesh, placements)
+            for pipeline in self.pricer.pipelines(mesh, zero, checkpoint)[:1]:
+                each = self.pricer.candidate(evaluator, pipeline, zero, checkpoint)
+                if each is not None:
+                    yield name, self.pricer.simulated(each)
 
     def _runners_up(self, chosen: Candidate) -> tuple[Candidate, ...]:
         found = best_of_other_meshes(self.found, chosen)
-        first = [self._simulated(candidate) if candidate.fits else candidate for candidate in found[:_NUM_RUNNERS]]
+        first = [
+            self.pricer.simulated(candidate) if candidate.fits else candidate for candidate in found[:_NUM_RUNNERS]
+        ]
         return (*sorted(first, key=lambda c: (not c.fits, rank(c))), *found[_NUM_RUNNERS:])
 
     def _must_split(self, mesh: Mesh, axis: str) -> bool:
@@ -417,150 +386,34 @@ class _Sweep:
 
     # --- one candidate ---
 
-    def prices(self, mesh: Mesh) -> Prices:
-        if mesh not in self._prices:
-            cluster, stack = self.setting.cluster, self.setting.stack
-            self._prices[mesh] = Prices(mesh=mesh, cluster=cluster, stack=stack, shared=self.shared)
-        return self._prices[mesh]
-
-    def _solve(self, mesh: Mesh, *, once: bool = False) -> list[Candidate]:
+    def _solve(self, mesh: Mesh, *, once: bool = False) -> tuple[Candidate, ...]:
         """The mesh under every policy, best first; what does not fit is kept as the answer to "why not"."""
         candidates: list[Candidate] = []
-        for position, factor in enumerate((0.0, *_MEMORY_PRICES)):
-            price = factor * self._seconds_per_byte(candidates) if position else 0.0
+        prices = iter((0.0,))
+        while (price := next(prices, None)) is not None:
             placements = self.placer.solve(mesh, price)
             if isinstance(placements, str):
                 self.useless[placements] = None
                 break
-            new = self._priced(mesh, placements)
-            candidates.extend(new)
+            new = self.pricer.priced(mesh, placements, inf if once else self.best_seconds)
+            candidates.extend(new.candidates)
             # Once the quickest policy fits, memory is no longer what decides.
-            if once or not new or min(new, key=rank).fits:
+            if once or not new.candidates or (not new.is_crowded and new.best[0].fits):
                 break
-        return self._best_of(candidates)
+            if not price:
+                of_byte = self._seconds_per_byte(candidates)
+                prices = iter(self._memory_prices(mesh, of_byte))
+        return best_of(candidates)
 
-    def _best_of(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest that fits, or the leanest."""
-        fitting = [candidate for candidate in candidates if candidate.fits]
-        if fitting:
-            return [min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, rank(candidate)))]
-        return [min(candidates, key=lambda c: c.cost.memory_bytes)] if candidates else []
+    def _memory_prices(self, mesh: Mesh, seconds_per_byte: float) -> Sequence[float]:
+        """Prices of memory worth a try: none where the highest leaves the placements as they are, for then all do."""
+        prices = [factor * seconds_per_byte for factor in _MEMORY_PRICES]
+        return () if self.placer.solve(mesh, prices[-1]) == self.placer.solve(mesh, 0.0) else prices
 
-    def _seconds_per_byte(self, candidates: list[Candidate]) -> float:
+    def _seconds_per_byte(self, candidates: Sequence[Candidate]) -> float:
         """What the device's memory costs if all of it is worth a step, to a power of ten."""
         step = min(candidate.cost.step_seconds for candidate in candidates)
         return 10.0 ** round(log10(step / self.setting.cluster.gpu.hbm_bytes))
-
-    def _priced(self, mesh: Mesh, placements: Placements) -> list[Candidate]:
-        setting = self.setting
-        shardings = shardings_for(mesh, setting.pins, setting.cluster)
-        evaluators = {r: self._evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        found: list[Candidate] = []
-        for checkpoint in checkpoints_for(setting.graph, setting.pins):
-            if found and evaluators[shardings[0][1]].least_seconds(checkpoint) >= self.best_seconds:
-                break  # recomputation only costs time
-            for zero, replicas in shardings:
-                tried: list[Candidate] = []
-                for pipeline in self._pipelines(mesh, zero, checkpoint):
-                    if not tried or self._may_win(evaluators[replicas], pipeline, checkpoint, tried):
-                        tried.extend(self._candidate(evaluators[replicas], pipeline, zero, checkpoint))
-                found.extend(tried)
-            if any(candidate.fits for candidate in found):
-                break
-        return found
-
-    def _evaluator(self, mesh: Mesh, placements: Placements) -> Evaluator:
-        return Evaluator(
-            graph=self.space.graph,
-            master=self.setting.graph,
-            placements=placements,
-            prices=self.prices(mesh),
-            optimizer=self.setting.optimizer,
-            precision=self.setting.precision,
-            slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
-        )
-
-    def _may_win(
-        self, evaluator: Evaluator, pipeline: Pipeline, checkpoint: Checkpointing, tried: Sequence[Candidate]
-    ) -> bool:
-        """Whether a schedule is worth a try after others of the same policy.
-
-        GPipe and 1F1B are. The others need about as much memory or more, so something must fit, and be slower than they
-        would be without any bubble.
-        """
-        if always_fills((pipeline,)):
-            return True
-        if not any(candidate.fits for candidate in tried):
-            return False
-        best = min(self.best_seconds, *(candidate.cost.step_seconds for candidate in tried if candidate.fits))
-        return evaluator.least_seconds(checkpoint) < best
-
-    def _candidate(
-        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
-    ) -> Iterator[Candidate]:
-        stages = self._cut(evaluator, pipeline, zero, checkpoint)
-        if not loses_weights(evaluator.program, pipeline[0], stages):
-            yield self._costed(evaluator, stages, pipeline[0], zero, checkpoint)
-
-    def _costed(
-        self,
-        evaluator: Evaluator,
-        stages: tuple[tuple[int, int], ...],
-        schedule: str,
-        zero: int,
-        checkpoint: Checkpointing,
-    ) -> Candidate:
-        mesh = evaluator.mesh
-        room = self.setting.cluster.gpu.hbm_bytes
-        cost = evaluator.evaluate(
-            stages,
-            schedule=schedule,
-            zero=zero,
-            activation_checkpoint=checkpoint,
-            known_seconds=self.best_seconds,
-            room_bytes=room,
-        )
-        return Candidate(
-            mesh=mesh,
-            placements=evaluator.placements,
-            stages=stages,
-            schedule=schedule,
-            zero=zero,
-            activation_checkpoint=checkpoint,
-            cost=cost,
-            hbm_bytes=self.devices.of(mesh).hbm_bytes,
-        )
-
-    def _cut(
-        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing
-    ) -> tuple[tuple[int, int], ...]:
-        mesh, (schedule, per_rank) = evaluator.mesh, pipeline
-        last = len(self.space.graph.units)
-        if mesh.pp == 1:
-            return ((0, last),)
-        units = evaluator.costs.by_unit(checkpoint)
-        gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
-        rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
-        working = max(unit.working_bytes for unit in units)
-        cutting = Cutting(
-            seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
-            held_bytes=evaluator.costs.states(zero),
-            kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
-            cut_seconds=tuple(2 * evaluator.costs.send_seconds(index + 1, 0) for index in range(1, last)),
-            in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
-            rank_of=rank_of,
-            microbatches=mesh.microbatches,
-            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
-            pace=() if speeds.are_alike else tuple(speeds.slowdown[rank] for rank in rank_of),
-            short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
-        )
-        try:
-            ends = best_cut(cutting, time_limit_seconds=20.0)
-        except NoAssignment:
-            # Nothing fits: the most even cut shows by how much.
-            ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=20.0)
-        bounds = (0, *(end + 1 for end in ends), last)
-        return tuple(zip(bounds, bounds[1:], strict=False))
 
 
 def _shortfall(candidate: Candidate) -> int:

@@ -16,7 +16,7 @@ from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, 
 from ..sharding.redistribute import Change
 from ..sharding.rules import kept_kernels
 from .host_seconds import conversion_host, operation_host, parameters_host
-from .kept import Kept, KeptTemplate, stage_bytes
+from .kept import Kept, KeptTemplate, first_kept_bytes, stage_bytes
 from .kernels import stack_work, stack_works
 from .prices import Prices, overlap_slowdown, saved_on_device
 from .split_backward import trained_operands
@@ -173,6 +173,15 @@ class UnitCosts:
         return stage_bytes(
             self.program,
             range(max(first, 1), last),
+            lambda index: self.unit(index, recompute=recompute).kept,
+            lambda index, position: self._edge(index, position)[2],
+        )
+
+    def first_kept_bytes(self, *, recompute: Checkpointing) -> tuple[int, ...]:
+        """Of every unit but the prelude what autograd keeps of one microbatch for no unit before it."""
+        return first_kept_bytes(
+            self.program,
+            range(1, len(self.graph.units)),
             lambda index: self.unit(index, recompute=recompute).kept,
             lambda index, position: self._edge(index, position)[2],
         )

@@ -1,0 +1,250 @@
+"""Placements on a mesh -> candidates: cut into stages and priced under every policy that may win.
+
+A policy is a ZeRO stage and its groups, activation checkpointing, and a pipeline. Those with the lowest floor come
+first (`floors.py`); what surely does not fit or beat the best known is neither cut nor priced. Recomputation only costs
+time: where a policy fits, the same with more of it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from ..checkpointing import Checkpointing
+from ..schedules import get_schedule, in_flight
+from ..sharding.mesh import Mesh
+from ..sharding.program import Placements
+from .answer import Candidate, Setting, rank
+from .assignment import NoAssignment
+from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
+from .evaluate import Evaluator
+from .floors import floor_bytes, floor_seconds
+from .prices import Prices
+from .problem import Space
+from .rank_speeds import Devices
+from .shared import Shared
+from .split_backward import loses_weights
+from .stages_ilp import Cutting, best_cut
+from .step_model import Policy
+
+Stages = tuple[tuple[int, int], ...]
+_CUT_SECONDS = 20.0  # that the solver may take for one cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A policy for given placements. `floor_seconds`: no cut is faster."""
+
+    floor_seconds: float
+    evaluator: Evaluator
+    pipeline: Pipeline
+    zero: int
+    checkpoint: Checkpointing
+
+    @property
+    def arrangement(self) -> tuple[object, ...]:
+        """All but the checkpointing."""
+        return self.pipeline, self.zero, self.evaluator.mesh.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """Candidates of one mesh and placements; without any that may fit the leanest one alone.
+
+    `is_crowded`: whether a policy that may be faster than all of them does not fit.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    is_crowded: bool = False
+
+    @property
+    def best(self) -> tuple[Candidate, ...]:
+        """The fastest that fits, or the leanest."""
+        return best_of(self.candidates)
+
+
+def best_of(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The fastest that fits, or the leanest; none of none."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if fitting:
+        return (min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, rank(candidate))),)
+    return (min(candidates, key=lambda candidate: candidate.cost.memory_bytes),) if candidates else ()
+
+
+@dataclass
+class Pricer:
+    """Prices of one model on one cluster."""
+
+    setting: Setting
+    space: Space
+    devices: Devices
+    shared: Shared = field(default_factory=Shared)
+    _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
+
+    def prices(self, mesh: Mesh) -> Prices:
+        if mesh not in self._prices:
+            cluster, stack = self.setting.cluster, self.setting.stack
+            self._prices[mesh] = Prices(mesh=mesh, cluster=cluster, stack=stack, shared=self.shared)
+        return self._prices[mesh]
+
+    def evaluator(self, mesh: Mesh, placements: Placements) -> Evaluator:
+        return Evaluator(
+            graph=self.space.graph,
+            master=self.setting.graph,
+            placements=placements,
+            prices=self.prices(mesh),
+            optimizer=self.setting.optimizer,
+            precision=self.setting.precision,
+            slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
+        )
+
+    def pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
+        return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
+
+    def priced(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Priced:
+        """What may beat `known_seconds`.
+
+        Raises:
+            KeyError, ValueError: the placements cannot be lowered on this mesh.
+        """
+        room = max(self.devices.of(mesh).hbm_bytes)
+        found: list[Candidate] = []
+        roomy: set[tuple[object, ...]] = set()
+        crowded: list[tuple[float, Way]] = []
+        best = known_seconds
+        for way in sorted(self._ways(mesh, placements, known_seconds), key=lambda way: way.floor_seconds):
+            if way.floor_seconds >= best:
+                break
+            if way.arrangement in roomy:
+                continue
+            least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
+            candidate = self._candidate(way, best) if least <= room else None
+            if candidate is not None:
+                found.append(candidate)
+            if candidate is not None and candidate.fits:
+                roomy.add(way.arrangement)
+                best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
+            else:
+                crowded.append((least, way))
+        if not found:
+            # The leanest shows what is missing.
+            for _, way in sorted(crowded, key=lambda item: item[0]):
+                candidate = self._candidate(way, inf)
+                if candidate is not None:
+                    found.append(candidate)
+                    break
+        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for _, way in crowded))
+
+    def _ways(self, mesh: Mesh, placements: Placements, known_seconds: float) -> Iterator[Way]:
+        """Every policy but those with so much recomputation that the units alone take `known_seconds`."""
+        pins = self.setting.pins
+        shardings = shardings_for(mesh, pins, self.setting.cluster)
+        evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
+        for checkpoint in checkpoints_for(self.setting.graph, pins):
+            if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
+                break
+            for zero, replicas in shardings:
+                for pipeline in self.pipelines(mesh, zero, checkpoint):
+                    yield Way(
+                        floor_seconds=floor_seconds(evaluators[replicas], pipeline, zero, checkpoint),
+                        evaluator=evaluators[replicas],
+                        pipeline=pipeline,
+                        zero=zero,
+                        checkpoint=checkpoint,
+                    )
+
+    def _candidate(self, way: Way, known_seconds: float) -> Candidate | None:
+        return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)
+
+    def candidate(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing, known_seconds: float = inf
+    ) -> Candidate | None:
+        """One policy under its best cut; None where the schedule would lose gradients."""
+        stages = self._cut(evaluator, pipeline, zero, checkpoint)
+        if loses_weights(evaluator.program, pipeline[0], stages):
+            return None
+        return self._costed(evaluator, stages, pipeline[0], zero, checkpoint, known_seconds)
+
+    def leaf(self, mesh: Mesh, placements: Placements, policy: Policy, known_seconds: float) -> Candidate | None:
+        """A policy with its cut; None where the conversions of two axes do not go together."""
+        try:
+            evaluator = self.evaluator(replace(mesh, replicas=policy.replicas), placements)
+            assert policy.stages is not None
+            assert policy.zero is not None
+            if loses_weights(evaluator.program, policy.schedule, policy.stages):
+                return None
+            return self._costed(
+                evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint, known_seconds
+            )
+        except (KeyError, ValueError):
+            return None
+
+    def simulated(self, candidate: Candidate) -> Candidate:
+        """With the whole step simulated, though others are faster or it does not fit."""
+        if candidate.cost.is_simulated:
+            return candidate
+        cost = self.evaluator(candidate.mesh, candidate.placements).evaluate(
+            candidate.stages,
+            schedule=candidate.schedule,
+            zero=candidate.zero,
+            activation_checkpoint=candidate.activation_checkpoint,
+        )
+        return replace(candidate, cost=cost)
+
+    def _costed(
+        self,
+        evaluator: Evaluator,
+        stages: Stages,
+        schedule: str,
+        zero: int,
+        checkpoint: Checkpointing,
+        known_seconds: float,
+    ) -> Candidate:
+        cost = evaluator.evaluate(
+            stages,
+            schedule=schedule,
+            zero=zero,
+            activation_checkpoint=checkpoint,
+            known_seconds=known_seconds,
+            room_bytes=self.setting.cluster.gpu.hbm_bytes,
+        )
+        return Candidate(
+            mesh=evaluator.mesh,
+            placements=evaluator.placements,
+            stages=stages,
+            schedule=schedule,
+            zero=zero,
+            activation_checkpoint=checkpoint,
+            cost=cost,
+            hbm_bytes=self.devices.of(evaluator.mesh).hbm_bytes,
+        )
+
+    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing) -> Stages:
+        mesh, (schedule, per_rank) = evaluator.mesh, pipeline
+        last = len(self.space.graph.units)
+        if mesh.pp == 1:
+            return ((0, last),)
+        units = evaluator.costs.by_unit(checkpoint)
+        gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
+        rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
+        working = max(unit.working_bytes for unit in units)
+        cutting = Cutting(
+            seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+            held_bytes=evaluator.costs.states(zero),
+            kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
+            cut_seconds=tuple(2 * evaluator.costs.send_seconds(index + 1, 0) for index in range(1, last)),
+            in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
+            rank_of=rank_of,
+            microbatches=mesh.microbatches,
+            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
+            pace=() if speeds.are_alike else tuple(speeds.slowdown[rank] for rank in rank_of),
+            short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
+        )
+        try:
+            ends = best_cut(cutting, time_limit_seconds=_CUT_SECONDS)
+        except NoAssignment:
+            # Nothing fits: the most even cut shows by how much.
+            ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=_CUT_SECONDS)
+        bounds = (0, *(end + 1 for end in ends), last)
+        return tuple(zip(bounds, bounds[1:], strict=False))

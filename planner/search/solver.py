@@ -1,0 +1,121 @@
+"""PuLP model -> solved by HiGHS, or by CBC where that is missing.
+
+PuLP hands HiGHS its model column by column and row by row, and looks for new columns in every row three times. Programs
+here are many and small, so that takes longer than solving them: the whole model is handed over at once instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import pulp
+
+from .assignment import NoAssignment
+
+
+def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> str:
+    """Solve with HiGHS, or with CBC where that is missing; one thread, silent, repeatable. The solver's name.
+
+    Raises:
+        NoAssignment: infeasible, or no solution within the time limit.
+    """
+    solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, mip_rel_gap=1e-9)
+    name = "HiGHS"
+    if not solver.available():
+        name = "CBC"
+        solver = pulp.PULP_CBC_CMD(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, gapRel=1e-9)
+    with _quiet_stdout():
+        lp.solve(solver)
+    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise NoAssignment
+    return name
+
+
+class _HiGHS(pulp.HiGHS):
+    """PuLP's HiGHS with the model handed over, and the values read, in one piece."""
+
+    def actualSolve(self, lp: pulp.LpProblem) -> int:
+        self.createAndConfigureSolver(lp)
+        columns: list[Any] = lp.variables()
+        highs: Any = lp.solverModel
+        highs.passModel(_as_arrays(lp, columns, as_mip=self.mip))
+        highs.run()
+        for column, value in zip(columns, highs.getSolution().col_value, strict=True):
+            column.varValue = value
+        status, solution = _STATUS.get(highs.getModelStatus().name, (pulp.LpStatusNotSolved, _NOTHING))
+        if highs.getObjectiveValue() == inf:  # stopped before there was a solution
+            status, solution = pulp.LpStatusNotSolved, _NOTHING
+        lp.assignStatus(status, solution)
+        return status
+
+
+_NOTHING = pulp.LpSolutionNoSolutionFound
+_STATUS = {
+    "kOptimal": (pulp.LpStatusOptimal, pulp.LpSolutionOptimal),
+    "kInfeasible": (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible),
+    "kUnboundedOrInfeasible": (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible),
+    "kTimeLimit": (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible),
+    "kInterrupt": (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible),
+}
+
+
+def _as_arrays(lp: pulp.LpProblem, columns: Sequence[Any], *, as_mip: bool) -> Any:
+    """The program as HiGHS holds it: bounds and prices by column, rows one after the other."""
+    import highspy
+
+    found = highspy.HighsLp()
+    position = {column: index for index, column in enumerate(columns)}
+    objective: Any = lp.objective
+    found.num_col_ = len(columns)
+    found.col_cost_ = [float(objective.get(column, 0.0)) for column in columns]
+    found.col_lower_ = [-inf if column.lowBound is None else column.lowBound for column in columns]
+    found.col_upper_ = [inf if column.upBound is None else column.upBound for column in columns]
+    if as_mip:
+        kinds = highspy.HighsVarType
+        found.integrality_ = [
+            kinds.kInteger if column.cat == pulp.LpInteger else kinds.kContinuous for column in columns
+        ]
+    starts, indices, values = [0], [], []
+    lower: list[float] = []
+    upper: list[float] = []
+    rows: Iterable[Any] = lp.constraints()
+    for row in rows:
+        for column, factor in row.items():
+            if factor:
+                indices.append(position[column])
+                values.append(float(factor))
+        starts.append(len(indices))
+        low, high = row.getLb(), row.getUb()
+        lower.append(-inf if low is None else low)
+        upper.append(inf if high is None else high)
+    found.num_row_ = len(lower)
+    found.row_lower_, found.row_upper_ = lower, upper
+    found.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    found.a_matrix_.start_, found.a_matrix_.index_, found.a_matrix_.value_ = starts, indices, values
+    return found
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Keep the C library's stdout away from ours: HiGHS prints its name at the first run, whatever its options say."""
+    sys.stdout.flush()
+    try:
+        ours = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(ours, 1)
+        os.close(ours)
+        os.close(nothing)
