@@ -111,10 +111,14 @@ def action_table(name: str, ranks: int, microbatches: int, stages_per_rank: int 
     Raises:
         AutoparError: the schedule cannot run with these numbers.
     """
+    return ActionTable(by_rank=_actions(name, ranks, microbatches, stages_per_rank))
+
+
+def _actions(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Actions:
     schedule = get_schedule(name)
     if reason := schedule.refuse(ranks, stages_per_rank, microbatches):
         raise AutoparError(f"schedule {name} cannot run: {reason}", fix="choose another schedule or microbatch size")
-    return ActionTable(by_rank=schedule.actions(ranks, stages_per_rank, microbatches))
+    return schedule.actions(ranks, stages_per_rank, microbatches)
 
 
 @cache
@@ -127,7 +131,6 @@ def stages_by_rank(name: str, ranks: int, num_stages: int) -> tuple[tuple[int, .
     return tuple(map(tuple, found))
 
 
-@cache
 def kept_at_once(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -138,23 +141,31 @@ def kept_at_once(
     schedule = get_schedule(name)
     if schedule.in_flight is not None and stages_per_rank == 1:
         return tuple(((schedule.in_flight(rank, ranks, microbatches),),) for rank in range(ranks))
-    table = action_table(name, ranks, min(microbatches, _WARM_ROUNDS * ranks), stages_per_rank)
-    num_stages = ranks * stages_per_rank
-    return tuple(
-        _fullest(actions, mine)
-        for mine, actions in zip(stages_by_rank(name, ranks, num_stages), table.by_rank, strict=True)
-    )
+    return _kept_at_once(name, ranks, min(microbatches, _WARM_ROUNDS * ranks), stages_per_rank)
+
+
+@cache
+def _kept_at_once(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    placed = stages_by_rank(name, ranks, ranks * stages_per_rank)
+    actions = _actions(name, ranks, microbatches, stages_per_rank)
+    return tuple(_fullest(of_rank, mine) for mine, of_rank in zip(placed, actions, strict=True))
 
 
 def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     alive = dict.fromkeys(stages, 0)
     seen: dict[tuple[int, ...], None] = {}
+    grows = False
     for action in actions:
         if action.kind == FORWARD:
             alive[action.stage] += 1
-            seen[tuple(alive.values())] = None
+            grows = True
         elif action.kind != INPUT_GRADIENT:  # what the weights' gradients need is kept until they are there
+            if grows:
+                seen[tuple(alive.values())] = None
             alive[action.stage] -= 1
+            grows = False
     fullest = [
         one
         for one in seen

@@ -40,7 +40,7 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
 class _HiGHS(pulp.HiGHS):
     """PuLP's HiGHS with the model handed over, and the values read, in one piece."""
 
-    def actualSolve(self, lp: pulp.LpProblem) -> int:
+    def actualSolve(self, lp: pulp.LpProblem) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.createAndConfigureSolver(lp)
         columns: list[Any] = lp.variables()
         highs: Any = lp.solverModel

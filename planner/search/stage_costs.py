@@ -89,7 +89,6 @@ class _Passes:
     host_forward: float
     host_backward: float
     working_bytes: int
-    saved_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,10 @@ class StageCosts:
     keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
     optimizer: str
     precision: str
-    _stages: dict[tuple[object, ...], PricedStage] = field(default_factory=dict, init=False)
+    _stages: dict[tuple[Hashable, int], PricedStage] = field(default_factory=dict, init=False)
     _states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
+    _kinds: dict[tuple[int, int, Checkpointing], Hashable] = field(default_factory=dict, init=False)
+    _wholes: dict[tuple[int, Checkpointing], StageCost] = field(default_factory=dict, init=False)
     _least_states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
@@ -145,27 +146,43 @@ class StageCosts:
     def _held(self, first: int, last: int, *, stored: bool = False) -> Holdings:
         """The parameters of a stage in the dtypes that run, or in those that are stored."""
         known = self.prices.shared.costs
-        key = ("held", self.kinds, stored, self._layouts, self._kind_of_stage(first, last))
+        key = ("held", self.kinds, stored, self._layouts, self._kind_of_stage(first, last, ""))
         if key not in known:
             program = self._master_program if stored else self.program
             known[key] = stage_holdings(program, first, last, self.kinds.sharing)
         return known[key]
 
-    def _kind_of_stage(self, first: int, last: int) -> tuple[object, ...]:
-        """Equal for stages that cost the same: the same templates in the same order, and the same shared tensors."""
-        shared = tuple(index for index in self.kinds.sharing if first <= index < last)
-        return first <= 1, shared, self.kinds.templates[max(first, 1) : last]
+    def _kind_of_stage(self, first: int, last: int, recompute: Checkpointing) -> Hashable:
+        """Equal for stages that cost the same: the same templates and policies, in order, and the same shared
+        tensors."""
+        key = (first, last, recompute)
+        if key not in self._kinds:
+            shared = tuple(index for index in self.kinds.sharing if first <= index < last)
+            policies = recompute if isinstance(recompute, str) else recompute[max(first, 1) : last]
+            self._kinds[key] = Once((first <= 1, shared, self.kinds.templates[max(first, 1) : last], policies))
+        return self._kinds[key]
 
     def priced(self, first: int, last: int, zero: int, recompute: Checkpointing) -> PricedStage:
         """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
-        policies = recompute if isinstance(recompute, str) else recompute[max(first, 1) : last]
-        kind = (*self._kind_of_stage(first, last), policies)
+        kind = self._kind_of_stage(first, last, recompute)
         key = (kind, zero)
         if key not in self._stages:
-            self._stages[key] = self._priced(first, last, zero, recompute, self._passes(first, last, recompute, kind))
+            passes = self._passes(first, last, recompute, kind)
+            held, stored = self._held(first, last), self._held(first, last, stored=True)
+            self._stages[key] = PricedStage(
+                cost=self._cost(held, stored, zero, passes),
+                still=self.memory.without_activations(passes.working_bytes, held, stored, zero),
+                saved_bytes=self._saved_bytes(first, last, recompute, kind),
+            )
         return self._stages[key]
 
-    def _passes(self, first: int, last: int, recompute: Checkpointing, kind: tuple[object, ...]) -> _Passes:
+    def _saved_bytes(self, first: int, last: int, recompute: Checkpointing, kind: Hashable) -> int:
+        known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind)
+        if key not in known:
+            known[key] = self.units.stage_saved_bytes(first, last, recompute=recompute)
+        return known[key]
+
+    def _passes(self, first: int, last: int, recompute: Checkpointing, kind: Hashable) -> _Passes:
         known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind)
         if key in known:
             return known[key]
@@ -188,13 +205,11 @@ class StageCosts:
             host_forward=host_forward,
             host_backward=host_backward,
             working_bytes=working,
-            saved_bytes=self.units.stage_saved_bytes(first, last, recompute=recompute),
         )
         known[key] = found
         return found
 
-    def _priced(self, first: int, last: int, zero: int, recompute: Checkpointing, passes: _Passes) -> PricedStage:
-        held, stored = self._held(first, last), self._held(first, last, stored=True)
+    def _cost(self, held: Holdings, stored: Holdings, zero: int, passes: _Passes) -> StageCost:
         copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)
         forward = passes.forward + Seconds(compute=copied_ahead)
         accumulated = Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
@@ -207,7 +222,7 @@ class StageCosts:
         }
         for axis in REDUCED_AXES:
             step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
-        cost = StageCost(
+        return StageCost(
             forward=forward,
             backward=backward,
             weights=weights,
@@ -218,8 +233,6 @@ class StageCosts:
             host_forward=passes.host_forward,
             host_backward=passes.host_backward,
         )
-        still = self.memory.without_activations(passes.working_bytes, held, stored, zero)
-        return PricedStage(cost=cost, still=still, saved_bytes=passes.saved_bytes)
 
     # --- by unit, for the cut ---
 
@@ -249,7 +262,12 @@ class StageCosts:
 
     def whole(self, zero: int, recompute: Checkpointing) -> StageCost:
         """The whole model as one stage: whatever the cut, the stages' passes add up to at least its own."""
-        return self.priced(0, len(self.kinds.templates), zero, recompute).cost
+        if (zero, recompute) not in self._wholes:
+            last = len(self.kinds.templates)
+            passes = self._passes(0, last, recompute, self._kind_of_stage(0, last, recompute))
+            held, stored = self._held(0, last), self._held(0, last, stored=True)
+            self._wholes[zero, recompute] = self._cost(held, stored, zero, passes)
+        return self._wholes[zero, recompute]
 
     def least_states(self, zero: int) -> tuple[float, ...]:
         """Bytes of every unit but the prelude that its stage holds throughout, at least; of tied ones another may."""
