@@ -6,6 +6,7 @@ the unreduced one for reduce_scatter, the local one for all_to_all, what is sent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, log2
@@ -52,6 +53,42 @@ def axis_group(size: int, stride: int, cluster: Cluster, *, world_size: int | No
     blocks = 1 if world_size is None else min(period, max(1, world_size // (size * stride)))
     bases = tuple(block * size * stride for block in range(blocks))
     return _most_spread(size, stride, bases, cluster.gpus_per_node, _gpus_per_board(cluster))
+
+
+def joint_group(extents: Sequence[tuple[int, int]], cluster: Cluster) -> Group:
+    """The group of several axes together, (size, stride) of each, outermost first: those without a gap are one axis."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in extents:
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    if len(merged) > 1:
+        return _most_spread_of_several(tuple(merged), cluster.gpus_per_node, _gpus_per_board(cluster))
+    return axis_group(*merged[0], cluster)
+
+
+@lru_cache(maxsize=1 << 10)
+def _most_spread_of_several(extents: tuple[tuple[int, int], ...], gpus_per_node: int, gpus_per_board: int) -> Group:
+    """As `_most_spread`, of groups with gaps, by counting."""
+    offsets = [0]
+    for size, stride in extents:
+        offsets = [offset + i * stride for offset in offsets for i in range(size)]
+    starts = range(min(extents[-1][1], gpus_per_node))
+    nodes, boards = max(
+        (on_nodes, ceil(len({(first + offset) // gpus_per_board for offset in offsets}) / on_nodes))
+        for first in starts
+        for on_nodes in (len({(first + offset) // gpus_per_node for offset in offsets}),)
+    )
+    ranks_per_node = ceil(len(offsets) / nodes)
+    outer_size, outer_stride = extents[0]
+    return Group(
+        size=len(offsets),
+        ranks_per_node=ranks_per_node,
+        nodes=nodes,
+        groups_per_node=min(max(1, gpus_per_node // ranks_per_node), outer_size * outer_stride // len(offsets)),
+        boards=boards,
+    )
 
 
 def edge_group(stage: int, stride: int, cluster: Cluster) -> Group:

@@ -42,7 +42,7 @@ def decision_line(plan: Plan) -> str:
     if plan.schedule != "none":
         several = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
         parts.append(f"schedule {plan.schedule}{several}")
-    if plan.mesh.get("dp", 1) > 1:
+    if plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1:
         within = f" within groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
         parts.append(f"ZeRO-{plan.zero}{within}")
     parts.append(described(plan.checkpoint_by_block) or _CHECKPOINT[plan.activation_checkpoint])

@@ -7,7 +7,7 @@ from .capture.graph import Kind, ModelGraph, Node, Template
 from .checkpointing import Checkpointing, by_unit
 from .errors import UnsupportedModel
 from .plan import Plan
-from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh
+from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, splits_states
 from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 
@@ -24,15 +24,16 @@ def mesh_of(plan: Plan) -> Mesh:
         if name not in AXES or size < 1:
             fix = f"use {', '.join(AXES)} >= 1"
             raise AutoparError(f"mesh axis {name}={size} is none", where="mesh of the plan", fix=fix)
-    dp = plan.mesh.get("dp", 1)
-    shards = plan.zero_shard_size or dp
-    if dp % shards or (shards < dp and plan.zero < 2):
+    dp, cp = plan.mesh.get("dp", 1), plan.mesh.get("cp", 1)
+    shards = plan.zero_shard_size or dp * cp
+    if not splits_states(shards, dp, cp) or (shards < dp * cp and plan.zero < 2):
+        beside = f", cp={cp}" if cp > 1 else ""
         raise AutoparError(
-            f"ZeRO-{plan.zero} cannot split over {shards} of dp={dp} ranks",
+            f"ZeRO-{plan.zero} cannot split over {shards} of dp={dp}{beside} ranks",
             where="zero_shard_size of the plan",
-            fix="use a divisor of dp with zero 2 or 3, or leave it out",
+            fix="use a divisor of dp, times cp, with zero 2 or 3, or leave it out",
         )
-    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp // shards)
+    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp * cp // shards)
 
 
 def placements_of(plan: Plan, graph: ModelGraph) -> Placements:

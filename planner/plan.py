@@ -59,7 +59,7 @@ class CollectivePlan:
     """Collectives of one rank in a whole step, of one kind, axis and payload size."""
 
     stage: int  # rank on pp: the number of the stage, where ranks hold one
-    axis: str  # "tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp", "world", "tied"
+    axis: str  # "tp", "cp", "ep", "dp", "dp_cp", "dp_shard", "dp_replicate", "pp", "world", "tied"
     op: str
     count: int
     num_bytes: int  # payload of each
@@ -134,7 +134,7 @@ class Plan:
     pins: Mapping[str, str]  # option name -> value the user fixed
     notes: tuple[str, ...] = ()
     checkpoint_by_block: Mapping[str, str] = _optional()  # pattern -> policy of every block, where they are mixed
-    zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks of dp that ZeRO-2 and 3 split; 0: all
+    zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks that ZeRO-2 and 3 split over; 0: all
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...
     # By rank on pp, of all its stages together: component -> bytes. Empty where every rank holds one stage.
     rank_memory_bytes: tuple[Mapping[str, int], ...] = field(default=(), metadata={IS_OPTIONAL: True})

@@ -90,7 +90,7 @@ def plan(
     ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
     zero_shard_size: Annotated[
-        int | None, typer.Option(min=1, help="Fix how many ranks of dp ZeRO-2 or 3 splits over.")
+        int | None, typer.Option(min=1, help="Fix over how many ranks (of dp, all of cp) ZeRO-2 or 3 splits.")
     ] = None,
     activation_checkpoint: Annotated[
         str | None,

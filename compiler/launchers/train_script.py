@@ -70,7 +70,7 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
         mesh=mesh,
         constants="\n".join(constants),
         several_stages=get_schedule(plan.schedule).is_multi_stage,
-        zero_1=plan.zero == 1 and plan.mesh.get("dp", 1) > 1,
+        zero_1=plan.zero == 1 and plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1,
     )
 
 

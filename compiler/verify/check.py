@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -254,24 +254,24 @@ def compare_collectives(
     stages = [(stage.first, stage.last) for stage in plan.stages]
     mesh = program.mesh
     found: list[CollectiveMismatch] = []
-    for dp_rank in range(mesh.dp):
+    for state_rank in range(mesh.state_ranks):
         lines = expected_collectives(
             program,
             stages,
             zero=plan.zero,
             schedule=plan.schedule,
             activation_checkpoint=checkpointing,
-            dp_rank=dp_rank,
+            state_rank=state_rank,
         )
-        if dp_rank == 0 and plan.collectives != lines:
+        if state_rank == 0 and plan.collectives != lines:
             found.extend(_stale(plan, lines))
         for rank, result in enumerate(results):
-            if mesh.coordinate(rank, "dp") != dp_rank:
+            if mesh.state_rank(rank) != state_rank:
                 continue
             planned: Lines = Counter()
             for line in lines:
                 if line.stage == mesh.coordinate(rank, "pp"):
-                    planned[_axis_key(line.axis, mesh), line.op, line.num_bytes] += line.count
+                    planned[_axis_key(line.axis, rank, mesh), line.op, line.num_bytes] += line.count
             recorded: Lines = Counter()
             for (ranks, op, num_bytes), count in result.recorded.items():
                 recorded[_axis_of(ranks, rank, mesh), op, num_bytes] += count
@@ -302,28 +302,15 @@ def _stale(plan: Plan, lines: Sequence[object]) -> list[CollectiveMismatch]:
     return _differences(-1, summed(plan.collectives), summed(lines))
 
 
-def _axis_key(axis: str, mesh: Mesh) -> str:
+def _axis_key(axis: str, rank: int, mesh: Mesh) -> str:
     """An axis by the ranks it joins: the world is an axis if only one is larger than 1; ties run along pp."""
-    if axis == "tied":
-        return "pp"
-    large = [name for name, size in mesh.sizes.items() if size > 1]
-    return large[0] if axis == "world" and len(large) == 1 else axis
-
-
-def _lines(mesh: Mesh) -> Iterator[tuple[str, int, int]]:
-    """Axis, ranks and their distance, of every axis and of the two parts of dp."""
-    for axis, size in mesh.sizes.items():
-        yield axis, size, mesh.stride(axis)
-    if mesh.replicas > 1:
-        yield "dp_shard", mesh.shards, mesh.stride("dp")
-        yield "dp_replicate", mesh.replicas, mesh.stride("dp") * mesh.shards
+    return "pp" if axis == "tied" else _axis_of(mesh.joined(axis, rank), rank, mesh)
 
 
 def _axis_of(ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
-    """The axis whose line through `rank` the ranks of a group lie on."""
-    for axis, size, stride in _lines(mesh):
-        first = rank - rank // stride % size * stride
-        line = {first + i * stride for i in range(size)}
+    """What the ranks of a group are on a line of, through `rank`: an axis, or several that ZeRO takes together."""
+    for axis in (*mesh.sizes, "dp_cp", "dp_shard", "dp_replicate"):
+        line = set(mesh.joined(axis, rank))
         # Ties may join some stages only; the other axes always take part as a whole.
         if len(ranks) > 1 and (set(ranks) == line or (axis == "pp" and set(ranks) < line)):
             return axis

@@ -41,7 +41,7 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
         microbatch_size=microbatch_size,
         schedule=plan.schedule,
         zero=plan.zero,
-        zero_shard_size=AXIS_LIMIT if plan.zero_shard_size else None,
+        zero_shard_size=AXIS_LIMIT * mesh.get("cp", 1) if plan.zero_shard_size else None,
         activation_checkpoint=None if plan.checkpoint_by_block else plan.activation_checkpoint,
     )
 

@@ -20,7 +20,7 @@ from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
 from ..checkpointing import MIXED, POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
-from ..sharding.mesh import AXES, Axis, Mesh
+from ..sharding.mesh import AXES, Axis, Mesh, splits_states
 from .batch import BatchSplit, splits_evenly
 from .host_seconds import holds_dtensors
 from .prices import local_work
@@ -42,7 +42,7 @@ class Pins:
     stages_per_rank: int | None = None
     zero: int | None = None
     activation_checkpoint: str | None = None  # of all blocks, or "h.{0..2}=full,h.3=selective"
-    zero_shard_size: int | None = None  # ranks of dp that ZeRO-2 and ZeRO-3 split over
+    zero_shard_size: int | None = None  # ranks (of dp, all of cp) that ZeRO-2 and ZeRO-3 split over
 
     def check(self) -> None:
         """Refuse values that no plan can have.
@@ -75,7 +75,7 @@ class Pins:
         if self.zero_shard_size is not None and self.zero in (0, 1):
             raise AutoparError(
                 f"zero={self.zero} and zero-shard-size={self.zero_shard_size} contradict each other",
-                fix="only ZeRO-2 and ZeRO-3 split over a part of dp: pin --zero 2 or 3, or neither",
+                fix="only ZeRO-2 and ZeRO-3 split over a part of the ranks: pin --zero 2 or 3, or neither",
             )
 
     def described(self) -> dict[str, str]:
@@ -154,10 +154,10 @@ def least_largest(counts: Sequence[int], parts: int) -> int:
 def bound_seconds(
     whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool, fills: bool
 ) -> float:
-    """No plan on this mesh is faster. `shards`: dp may split the optimizer's work too. `fills`: as `always_fills`."""
+    """No plan on this mesh is faster. `shards`: ZeRO may split the optimizer's work too. `fills`: as `always_fills`."""
     actions = 2 * mesh.pp * cluster.gpu.pipeline_action_seconds if mesh.pp > 1 else 0.0
     through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds + actions)
-    share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.dp if shards else 1))
+    share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.state_ranks if shards else 1))
     fullest = least_largest(whole.tensors_by_unit, mesh.pp)
     update = optimizer_seconds(
         share, cluster.gpu, optimizer=optimizer, num_tensors=fullest, sharded=holds_dtensors(mesh, 0)
@@ -262,7 +262,7 @@ def _axis_sizes(gpus: int, pinned: Mapping[str, int], experts: frozenset[int]) -
 
 
 def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
-    graph, pp, dp, ep = space.graph, sizes["pp"], sizes["dp"], sizes["ep"]
+    graph, pp, dp, ep, cp = space.graph, sizes["pp"], sizes["dp"], sizes["ep"], sizes["cp"]
     counts = sorted(space.experts.counts)
     if ep > 1 and not counts:
         return f"ep={ep} splits experts, and no product of {graph.name} has any"
@@ -274,10 +274,11 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
     if pieces > num_cuttable(graph):
         each = f" with {pins.stages_per_rank} stages per rank" if pieces > pp else ""
         return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
-    if pins.zero and dp == 1:
-        return f"zero={pins.zero} splits over dp, and dp=1"
-    if pins.zero_shard_size is not None and dp % pins.zero_shard_size:
-        return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}"
+    if pins.zero and dp * cp == 1:
+        return f"zero={pins.zero} splits over dp and cp, and dp=1, cp=1"
+    if pins.zero_shard_size is not None and not splits_states(pins.zero_shard_size, dp, cp):
+        beside = f" with cp={cp}" if cp > 1 else ""
+        return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}{beside}"
     if pins.schedule == "none" and pp > 1:
         return f"schedule none has one stage, and pp={pp}"
     if pins.schedule not in (None, "none") and pp == 1:
@@ -368,17 +369,17 @@ def checkpoints_for(graph: ModelGraph, pins: Pins) -> tuple[Checkpointing, ...]:
 
 
 def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp, or over its ranks of one node."""
+    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp (and cp), or over its ranks of one node."""
     found: list[tuple[int, int]] = []
     for zero in zeros_for(mesh, pins):
         if zero < 2:
             sizes = [mesh.dp] if pins.zero_shard_size is None else []
         elif pins.zero_shard_size is not None:
-            sizes = [pins.zero_shard_size]
+            sizes = [pins.zero_shard_size // mesh.cp]
         else:
-            in_node = max(1, cluster.gpus_per_node // mesh.stride("dp"))
-            near = gcd(mesh.dp, in_node)
-            sizes = [mesh.dp, near] if 1 < near < mesh.dp and in_node < mesh.dp else [mesh.dp]
+            in_node = cluster.gpus_per_node // mesh.stride("dp")
+            near = gcd(mesh.dp, in_node) if in_node else mesh.dp
+            sizes = [mesh.dp, near] if near * mesh.cp > 1 and near < mesh.dp and in_node < mesh.dp else [mesh.dp]
         found.extend((zero, mesh.dp // size) for size in sizes)
     return tuple(found)
 
@@ -387,7 +388,7 @@ def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     """ZeRO stages."""
     if pins.zero is not None:
         return (pins.zero,)
-    return ZERO_STAGES if mesh.dp > 1 else (0,)
+    return ZERO_STAGES if mesh.state_ranks > 1 else (0,)
 
 
 def _divisors(number: int) -> list[int]:

@@ -33,30 +33,30 @@ _STAGES_AHEAD = 3  # default of torch.distributed.pipelining.schedules._add_unsh
 def fsdp_collectives(
     held: Iterable[HeldParameter], mesh: Mesh, gathers: tuple[int, int], *, has_blocks: bool
 ) -> Iterator[tuple[str, str, int, int]]:
-    """(axis, operation, bytes, count) of one stage: over all of dp, or within groups of it (dp_shard) whose gradients
-    are then added up (dp_replicate). `gathers`: of a block and of the root, as `gathers_a_step` has them."""
-    axis, dp = "dp_shard" if mesh.replicas > 1 else "dp", mesh.shards
+    """(axis, operation, bytes, count) of one stage: over all of dp and cp, or within groups of it (dp_shard) whose
+    gradients are then added up (dp_replicate). `gathers`: of a block and of the root, as `gathers_a_step` has them."""
+    axis, shards = "dp_shard" if mesh.replicas > 1 else mesh.state_axis, mesh.shards
     gathered: Counter[str] = Counter()
     scattered: Counter[str] = Counter()
     for parameter in held:
-        gathered[parameter.group] += padded_bytes(parameter, dp)
+        gathered[parameter.group] += padded_bytes(parameter, shards)
         if parameter.trainable:
-            scattered[parameter.group] += padded_bytes(parameter, dp)
+            scattered[parameter.group] += padded_bytes(parameter, shards)
     for group, num_bytes in gathered.items():
         yield axis, "all_gather", num_bytes, gathers[has_blocks and not group]
         if scattered[group]:
             yield axis, "reduce_scatter", scattered[group], 1
             if mesh.replicas > 1:
-                yield "dp_replicate", "all_reduce", scattered[group] // dp, 1
+                yield "dp_replicate", "all_reduce", scattered[group] // shards, 1
 
 
-def zero1_collectives(held: Iterable[HeldParameter], dp: int) -> Iterator[tuple[str, int, int]]:
-    """(operation, bytes, count) of a rank: whole parameters gathered from the parts that dp ranks have updated, whole
-    gradients added up into the parts."""
+def zero1_collectives(held: Iterable[HeldParameter], shards: int) -> Iterator[tuple[str, int, int]]:
+    """(operation, bytes, count) of a rank: whole parameters gathered from the parts that other ranks have updated,
+    whole gradients added up into the parts."""
     gathered: Counter[tuple[str, str]] = Counter()
     scattered: Counter[tuple[str, str]] = Counter()
     for parameter in held:
-        size = padded_bytes(parameter, dp, zero=1)
+        size = padded_bytes(parameter, shards, zero=1)
         gathered[parameter.group, parameter.dtype] += size if parameter.dp_dim(1) is not None else 0
         scattered[parameter.group, parameter.dtype] += size if parameter.trainable else 0
     for op, sizes in (("all_gather", gathered), ("reduce_scatter", scattered)):

@@ -16,7 +16,7 @@ from .holdings import Holdings
 
 def holds_dtensors(mesh: Mesh, zero: int) -> bool:
     """Whether parameters are DTensors to the optimizer: placed on an axis that may split them, or parts of ZeRO."""
-    return _places_parameters(mesh) or (mesh.dp > 1 and zero >= 1)
+    return _places_parameters(mesh) or (mesh.state_ranks > 1 and zero >= 1)
 
 
 def _places_parameters(mesh: Mesh) -> bool:

@@ -27,19 +27,19 @@ class States:
     stack: Stack
 
     def share(self, mesh: Mesh) -> float:
-        """The parameters of a rank before dp splits anything."""
+        """The parameters of a rank before ZeRO splits anything."""
         return self.trained_bytes / (mesh.pp * mesh.ep * mesh.tp)
 
     def held(self, mesh: Mesh, zero: int, shards: int) -> float:
-        """Parameters, gradients and optimizer state where ZeRO-2 and 3 split over `shards` ranks of dp."""
+        """Parameters, gradients and optimizer state where ZeRO-2 and 3 split over `shards` ranks."""
         optimizer = get_optimizer(self.optimizer).states * (0.5 if self.stack.states == "compute dtype" else 1.0)
         split = shards if zero >= 2 else 1
-        updated = shards if zero >= 2 else mesh.dp if zero else 1
+        updated = shards if zero >= 2 else mesh.state_ranks if zero else 1
         return self.share(mesh) * (_KEPT.get(self.stack.states, _WHOLE) / split + optimizer / updated)
 
     def least(self, mesh: Mesh, pins: Pins) -> float:
         """No plan on the mesh has less on its fullest rank; activations and buffers are not counted."""
-        shards = pins.zero_shard_size or mesh.dp
+        shards = pins.zero_shard_size or mesh.state_ranks
         return min(self.held(mesh, zero, shards) for zero in zeros_for(mesh, pins))
 
 
@@ -58,8 +58,8 @@ class Estimate:
         moving = fullest["activations"] + fullest["temporary"]
         share = _at_once(mesh, batch_size) / _at_once(self.known.mesh, self.batch_size)
         states = self.states
-        found = self.overhead_bytes + states.held(mesh, zero, mesh.dp) + moving * share
-        if zero >= 2 and mesh.dp > 1 and mesh.microbatches > 1 and states.stack.accumulation == "unsharded":
+        found = self.overhead_bytes + states.held(mesh, zero, mesh.state_ranks) + moving * share
+        if zero >= 2 and mesh.state_ranks > 1 and mesh.microbatches > 1 and states.stack.accumulation == "unsharded":
             found += _GATHERED * states.share(mesh)
         return found
 

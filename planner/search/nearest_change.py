@@ -180,7 +180,7 @@ class Changes:
 def _flags(graph: ModelGraph, found: Candidate) -> str:
     """The plan as pins."""
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.written.items())
-    zero = f" --zero {found.zero}" if found.mesh.dp > 1 else ""
+    zero = f" --zero {found.zero}" if found.mesh.state_ranks > 1 else ""
     of_blocks = by_pattern(graph, found.activation_checkpoint)
     checkpoint = ",".join(f"{pattern}={policy}" for pattern, policy in of_blocks.items())
     return f"--mesh {mesh}{zero} --activation-checkpoint {checkpoint or found.activation_checkpoint}"

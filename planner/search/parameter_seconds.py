@@ -35,7 +35,9 @@ class ParameterSeconds:
         if self.mesh.microbatches == 1 or (zero >= 2 and self.prices.stack.accumulation == "sharded"):
             return 0.0
         stack = self.prices.stack
-        traffic = sum(n * num_elements(p) * accumulated_bytes(p.dtype, stack, self.mesh.dp) for p, n in held.trained)
+        traffic = sum(
+            n * num_elements(p) * accumulated_bytes(p.dtype, stack, self.mesh.state_ranks) for p, n in held.trained
+        )
         each = gpu.kernel_seconds if gpu.is_host else 0.0
         return traffic / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + held.num_trained * each
 
@@ -46,8 +48,9 @@ class ParameterSeconds:
         return num_bytes
 
     def data_parallel(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
-        """Exposed seconds a step. `forward` and `backward`: compute of one microbatch, behind which FSDP hides."""
-        if self.mesh.dp == 1:
+        """Exposed seconds a step, under ZeRO over dp and cp together. `forward` and `backward`: compute of one
+        microbatch, behind which FSDP hides."""
+        if (self.mesh.state_ranks if zero else self.mesh.dp) == 1:
             return 0.0
         if zero <= 1:
             seconds = self._exchange(held) if zero else self._all_reduce(held)
@@ -66,10 +69,10 @@ class ParameterSeconds:
 
     def _exchange(self, held: Holdings) -> float:
         """ZeRO-1: gradients are added up into each rank's part, and what it has updated is gathered, by group."""
-        dp, price = self.mesh.dp, self.prices.use_seconds
-        seconds = sum(n * price("dp", "all_gather", size) for size, n in held.cut_bytes(dp))
-        for size, count in held.group_bytes(dp, 1, trained=True):
-            seconds += count * price("dp", "reduce_scatter", self._reduced_bytes(size, held.trained_dtype))
+        axis, ranks, price = self.mesh.state_axis, self.mesh.state_ranks, self.prices.use_seconds
+        seconds = sum(n * price(axis, "all_gather", size) for size, n in held.cut_bytes(ranks))
+        for size, count in held.group_bytes(ranks, 1, trained=True):
+            seconds += count * price(axis, "reduce_scatter", self._reduced_bytes(size, held.trained_dtype))
         return seconds
 
     def _buffer_copies(self, held: Holdings, zero: int) -> float:
@@ -79,7 +82,7 @@ class ParameterSeconds:
             return 0.0
         gradients = held.trained_bytes
         parameters = sum(n * parameter_bytes(p) for p, n in held.parameters if p.dp_dim(1) is not None)
-        moved = gradients + parameters * (1 + 1 / self.mesh.dp) if zero else 2 * gradients
+        moved = gradients + parameters * (1 + 1 / self.mesh.state_ranks) if zero else 2 * gradients
         copies = held.num_trained * (gpu.kernel_seconds if gpu.is_host else 0.0)
         return 2 * moved / (gpu.hbm_bytes_per_second * gpu.hbm_fraction) + copies
 
@@ -127,7 +130,7 @@ class ParameterSeconds:
     def fsdp_copies(self, held: Holdings, zero: int) -> tuple[float, float]:
         """Copies out of gathered buffers and into reduced ones, forward and backward of one microbatch."""
         stack, gpu = self.prices.stack, self.prices.cluster.gpu
-        if zero < 2 or self.mesh.dp == 1 or stack.fsdp == "flat":
+        if zero < 2 or self.mesh.state_ranks == 1 or stack.fsdp == "flat":
             return 0.0, 0.0
         size = held.num_bytes
         reduced = self._reduced_bytes(size, held.parameters[0][0].dtype) if held.parameters else 0

@@ -16,6 +16,7 @@ from ...cost_models.communication import (
     axis_group,
     collective_seconds,
     edge_group,
+    joint_group,
 )
 from ...cost_models.compute import device_seconds
 from ...cost_models.hardware import Cluster
@@ -57,7 +58,7 @@ def gathered_bytes(num_bytes: int, stack: Stack) -> int:
     return num_bytes // 2 if stack.gathered_dtype == "float8" else num_bytes
 
 
-def accumulated_bytes(dtype: str, stack: Stack, dp: int) -> int:
+def accumulated_bytes(dtype: str, stack: Stack, state_ranks: int) -> int:
     """Traffic of adding one number of a microbatch's gradient to the sum: in its dtype, or cast into float32, or read
     by an addition in float32, which FSDP2 does where it reduces.
 
@@ -65,7 +66,7 @@ def accumulated_bytes(dtype: str, stack: Stack, dp: int) -> int:
     """
     is_fsdp = stack.accumulation == "unsharded gradients"
     is_cast = stack.gradient_dtype == "float32" and ITEM_BYTES[dtype] < ITEM_BYTES["float32"]
-    if not is_cast or (is_fsdp and dp == 1):
+    if not is_cast or (is_fsdp and state_ranks == 1):
         return 3 * ITEM_BYTES[dtype]
     return ITEM_BYTES[dtype] + 2 * ITEM_BYTES["float32"] if is_fsdp else _CAST_AND_ADDED_BYTES
 
@@ -80,6 +81,7 @@ class Prices:
     shared: Shared = field(default_factory=Shared)  # with the prices of other meshes on this cluster and stack
     axes: tuple[Axis, ...] = field(init=False)
     _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
+    _extents: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", self.mesh.axes)
@@ -92,14 +94,15 @@ class Prices:
     # --- building blocks ---
 
     def use_seconds(self, axis: str, op: str, num_bytes: int) -> float:
-        """One collective over an axis ("world" and "tied" are taken over all ranks and over pp)."""
-        size, stride = self._extent(axis)
-        if size == 1:
+        """One collective over what `Mesh.extents` names, or "tied" ranks of pp."""
+        extents = self._extents.get(axis) or self._find_extents(axis)
+        if extents[0][0] == 1:
             return 0.0
-        op = "send" if op == "recv" else op
-        key = (op, num_bytes, 2 if op == "send" else size, stride)
+        if op in ("send", "recv"):
+            op, extents = "send", ((2, extents[-1][1]),)
+        key = (op, num_bytes, extents)
         if key not in self._known:
-            group = axis_group(key[2], stride, self.cluster)
+            group = joint_group(extents, self.cluster)
             self._known[key] = collective_seconds(op, num_bytes, group, self.cluster)
         return self._known[key]
 
@@ -125,16 +128,11 @@ class Prices:
         per_node = self.cluster.gpus_per_node
         return edge % (per_node // gcd(self.mesh.stride("pp"), per_node))
 
-    def _extent(self, axis: str) -> tuple[int, int]:
-        mesh = self.mesh
-        if axis in mesh.sizes:
-            return mesh.sizes[axis], mesh.stride(axis)
-        return {
-            "dp_shard": (mesh.shards, mesh.stride("dp")),
-            "dp_replicate": (mesh.replicas, mesh.stride("dp") * mesh.shards),
-            "tied": (min(mesh.pp, 2), mesh.stride("pp")),
-            "world": (mesh.world_size, 1),
-        }[axis]
+    def _find_extents(self, axis: str) -> tuple[tuple[int, int], ...]:
+        """(ranks, stride) of what a collective goes over, without what has one rank."""
+        found = ((min(self.mesh.pp, 2), self.mesh.stride("pp")),) if axis == "tied" else self.mesh.extents(axis)
+        self._extents[axis] = tuple(extent for extent in found if extent[0] > 1) or ((1, 1),)
+        return self._extents[axis]
 
     def uses_seconds(self, uses: Sequence[CollectiveUse]) -> tuple[float, float]:
         """Forward and backward."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
 from .holdings import Holdings, stage_holdings
@@ -20,7 +20,7 @@ from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES, Once
 from .stage_memory import StageMemory
-from .step_collectives import REDUCED_AXES, prepared_changes
+from .step_collectives import prepared_changes, reduced_axes
 from .unit_costs import Seconds, UnitCost, UnitCosts
 from .unit_kinds import UnitKinds
 
@@ -217,11 +217,14 @@ class StageCosts:
         prelude = passes.prelude
         step = {
             "compute": prelude.compute + self.prices.cluster.gpu.host.step_seconds,
-            "dp": prelude.dp + self._parameters.data_parallel(held, zero, forward.compute, backward.compute),
+            "dp": prelude.dp,
             "optimizer": self._parameters.optimizer_step(held, stored, zero),
         }
-        for axis in REDUCED_AXES:
-            step[axis] = prelude.on_axis(axis) + self._parameters.partial_gradients(axis, held, zero)
+        for axis in SPLIT_AXES[1:]:
+            summed = self._parameters.partial_gradients(axis, held, zero) if axis in reduced_axes(zero) else 0.0
+            step[axis] = prelude.on_axis(axis) + summed
+        exchanged = self._parameters.data_parallel(held, zero, forward.compute, backward.compute)
+        step["dp" if self.mesh.dp > 1 else "cp"] += exchanged
         return StageCost(
             forward=forward,
             backward=backward,

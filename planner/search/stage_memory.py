@@ -35,7 +35,7 @@ class StageMemory:
         Under ZeRO with several microbatches FSDP2 keeps gathered parameters and unreduced gradients until the last
         backward; with one only those of the groups at work.
         """
-        dp = self.prices.mesh.shards  # all of dp under ZeRO-1
+        dp = self.prices.mesh.shards  # all ranks of dp and cp under ZeRO-1
         shards = dp if zero >= 2 else 1
         frozen = sum(n * shard_bytes(p, shards, 0) for p, n in stored.parameters if not p.trainable)
         memory = state_bytes(

@@ -22,7 +22,7 @@ from ..capture.graph import ITEM_BYTES, Value
 from ..checkpointing import Checkpointing, policy_of
 from ..plan import CollectivePlan
 from ..schedules import Schedule, get_schedule
-from ..sharding.mesh import SPLIT_AXES
+from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES
 from ..sharding.placement import PARTIAL, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
@@ -33,8 +33,6 @@ from .split_backward import run_twice
 
 PRELUDE_UNIT = 0
 WORLD, TIED = "world", "tied"
-# Axes whose partial gradients are added up after the last microbatch, whatever the ZeRO stage.
-REDUCED_AXES = ("ep", "cp", "tp")
 
 
 def expected_collectives(
@@ -44,12 +42,13 @@ def expected_collectives(
     zero: int,
     schedule: str,
     activation_checkpoint: Checkpointing,
-    dp_rank: int = 0,
+    state_rank: int = 0,
 ) -> tuple[CollectivePlan, ...]:
     """Every collective of one rank of every pipeline rank in one step with gradient clipping, by kind and payload.
 
-    `stages` are unit ranges [first, last) in the order of the model, placed by the schedule. `dp_rank` matters only for
-    the payload of uneven FSDP2 shards: rank 0 has the largest. Payloads are in the graph's dtypes.
+    `stages` are unit ranges [first, last) in the order of the model, placed by the schedule. `state_rank` (where
+    the rank is among those that ZeRO splits states over) matters only for the payload of uneven shards: rank 0 has the
+    largest. Payloads are in the graph's dtypes.
     """
     order, ranks = get_schedule(schedule), program.mesh.pp
     found: list[CollectivePlan] = []
@@ -62,7 +61,7 @@ def expected_collectives(
                 counts[use.axis, use.op, use.num_bytes, reason] += count
                 if use.op == "send":  # between neighbours in a ring: as much comes in
                     counts[use.axis, "recv", use.num_bytes, reason] += count
-        for axis, op, num_bytes, reason, count in _once_a_step(program, stages, order, mine, zero, dp_rank):
+        for axis, op, num_bytes, reason, count in _once_a_step(program, stages, order, mine, zero, state_rank):
             counts[axis, op, num_bytes, reason] += count
         found.extend(
             CollectivePlan(stage=rank, axis=axis, op=op, count=count, num_bytes=num_bytes, reason=reason)
@@ -189,7 +188,7 @@ def _once_a_step(
     order: Schedule,
     mine: Sequence[int],
     zero: int,
-    dp_rank: int,
+    state_rank: int,
 ) -> Iterator[tuple[str, str, int, str, int]]:
     """(axis, op, bytes, reason, count) of pipeline messages, parameters, loss and clipping of one rank's stages."""
     graph, mesh = program.graph, program.mesh
@@ -205,10 +204,10 @@ def _once_a_step(
 
     held = {stage: held_parameters(program, *stages[stage]) for stage in range(len(stages))}
     shards = mesh.shards if zero >= 2 else 1
-    shard_rank = dp_rank % mesh.shards if zero >= 2 else dp_rank
-    if zero == 1 and mesh.dp > 1:
-        for op, num_bytes, count in zero1_collectives([p for stage in mine for p in held[stage]], mesh.dp):
-            yield "dp", op, num_bytes, "zero1", count
+    shard_rank = state_rank % mesh.shards if zero >= 2 else state_rank
+    if zero == 1 and mesh.state_ranks > 1:
+        for op, num_bytes, count in zero1_collectives([p for stage in mine for p in held[stage]], mesh.state_ranks):
+            yield mesh.state_axis, op, num_bytes, "zero1", count
     elif shards > 1:
         has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
         for stage in mine:
@@ -216,10 +215,9 @@ def _once_a_step(
             found = fsdp_collectives(held[stage], mesh, gathers, has_blocks=has_blocks)
             yield from ((axis, op, num_bytes, "fsdp", count) for axis, op, num_bytes, count in found)
     trainable = [parameter for stage in mine for parameter in held[stage] if parameter.trainable]
-    for axis in ("dp", *REDUCED_AXES):
-        if axis != "dp" or zero == 0:
-            partial = [parameter for parameter in trainable if axis in parameter.partial]
-            yield from _bucket(axis, partial, shards, shard_rank)
+    for axis in reduced_axes(zero):
+        partial = [parameter for parameter in trainable if axis in parameter.partial]
+        yield from _bucket(axis, partial, shards, shard_rank)
     elsewhere = {parameter.fqn for stage, theirs in held.items() if stage not in mine for parameter in theirs}
     for parameter in {parameter.fqn: parameter for parameter in trainable}.values():
         if parameter.fqn in elsewhere:
@@ -229,6 +227,11 @@ def _once_a_step(
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
         yield WORLD, "all_reduce", ITEM_BYTES["float32"], "clip", 1
+
+
+def reduced_axes(zero: int) -> tuple[str, ...]:
+    """Axes whose partial gradients are added up in a bucket after the last microbatch; over others ZeRO scatters."""
+    return SPLIT_AXES if zero == 0 else PARAMETER_AXES
 
 
 def loss_axes(program: ModelProgram) -> tuple[str, ...]:
@@ -244,17 +247,17 @@ def loss_axes(program: ModelProgram) -> tuple[str, ...]:
 
 
 def _bucket(
-    axis: str, parameters: Sequence[HeldParameter], shards: int, dp_rank: int
+    axis: str, parameters: Sequence[HeldParameter], shards: int, shard_rank: int
 ) -> Iterator[tuple[str, str, int, str, int]]:
     """One all_reduce for all parameters of one dtype."""
     sizes: Counter[str] = Counter()
     for parameter in parameters:
-        sizes[parameter.dtype] += shard_bytes(parameter, shards, dp_rank)
+        sizes[parameter.dtype] += shard_bytes(parameter, shards, shard_rank)
     for num_bytes in sizes.values():
         yield axis, "all_reduce", num_bytes, "partial gradients", 1
 
 
 __all__ = [
-    "REDUCED_AXES", "expected_collectives", "loss_axes", "prepared_changes", "prepared_uses", "recomputed",
+    "expected_collectives", "loss_axes", "prepared_changes", "prepared_uses", "recomputed", "reduced_axes",
     "stage_values",
 ]  # fmt: skip

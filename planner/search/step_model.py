@@ -247,7 +247,7 @@ class StepModel:
         states = get_optimizer(self.optimizer).states
         compute = COMPUTE_BYTES[self.precision] / 4
         is_mixed = compute < 1
-        is_split = zero >= 2 and mesh.dp > 1
+        is_split = zero >= 2 and mesh.state_ranks > 1
         part = 1 / mesh.shards if is_split else 1.0
         total: Linear = {}
         moving: Linear = {}

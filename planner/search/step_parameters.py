@@ -17,7 +17,7 @@ from math import prod
 
 from ...cost_models.optimizer import optimizer_seconds
 from ..capture.graph import ITEM_BYTES, Kind, ModelGraph
-from ..sharding.mesh import SPLIT_AXES
+from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES
 from ..sharding.placement import SUMMED_GRADIENT
 from .assignment import Choice
 from .held_parameters import HeldParameter, held_dims, held_shape, padded_bytes
@@ -25,7 +25,7 @@ from .host_seconds import holds_dtensors
 from .linear import Linear, add, scaled, sum_of
 from .prices import Prices, accumulated_bytes, gathered_bytes
 from .problem import state_of
-from .step_collectives import REDUCED_AXES
+from .step_collectives import reduced_axes
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
 
@@ -78,31 +78,38 @@ class StepParameters:
         if mesh.microbatches > 1 and not (shards > 1 and stack.accumulation == "sharded"):
             traffic = self.total(
                 parameters,
-                lambda p: float(prod(p.shape) * accumulated_bytes(p.dtype, stack, mesh.dp)) if p.trainable else 0.0,
+                lambda p: (
+                    float(prod(p.shape) * accumulated_bytes(p.dtype, stack, mesh.state_ranks)) if p.trainable else 0.0
+                ),
                 master=False,
             )
             accumulation = scaled(traffic, SCALE / (gpu.hbm_bytes_per_second * gpu.hbm_fraction))
         once: Linear = {}
         if self.zero is None:
             pass  # some stage may hide what others show
-        elif mesh.dp > 1 and self.zero == 1 and stack.gradient_sync == "exposed":
+        elif mesh.state_ranks > 1 and self.zero == 1 and stack.gradient_sync == "exposed":
+            axis, ranks = mesh.state_axis, mesh.state_ranks
             cut = self.total(
-                parameters, lambda p: 0.0 if p.dp_dim(1) is None else padded_of(p, mesh.dp, zero=1), master=False
+                parameters, lambda p: 0.0 if p.dp_dim(1) is None else padded_of(p, ranks, zero=1), master=False
             )
             trained = self.total(
-                parameters, lambda p: padded_of(p, mesh.dp, zero=1) if p.trainable else 0.0, master=False
+                parameters, lambda p: padded_of(p, ranks, zero=1) if p.trainable else 0.0, master=False
             )
-            add(once, self.columns.chord(cut, lambda size: price("dp", "all_gather", size)))
-            add(once, self.columns.chord(trained, lambda size: price("dp", "reduce_scatter", size)))
+            add(once, self.columns.chord(cut, lambda size: price(axis, "all_gather", size)))
+            add(once, self.columns.chord(trained, lambda size: price(axis, "reduce_scatter", size)))
         elif mesh.dp > 1 and self.zero == 0 and stack.gradient_sync == "exposed":
             trained = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=False)
             add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
-        elif self.zero >= 2 and mesh.dp > 1:
+        elif self.zero >= 2 and mesh.state_ranks > 1:
             add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
-        if mesh.dp > 1 and self.zero in (0, 1) and stack.gradient_buffers == "copied to":
+        if (
+            (mesh.state_ranks if self.zero else mesh.dp) > 1
+            and self.zero in (0, 1)
+            and stack.gradient_buffers == "copied to"
+        ):
             add(once, self._buffer_copies(parameters, self.zero))
-        for axis in REDUCED_AXES:
-            if mesh.sizes[axis] > 1:
+        for axis in PARAMETER_AXES if self.zero is None else reduced_axes(self.zero):
+            if axis != "dp" and mesh.sizes[axis] > 1:
                 partial = self.total(
                     parameters, lambda p, axis=axis: size_of(p) if axis in p.partial else 0.0, master=False
                 )
@@ -126,7 +133,7 @@ class StepParameters:
 
     def _buffer_copies(self, parameters: StageParameters, zero: int) -> Linear:
         """Copies to and from what is exchanged over dp, as `ParameterSeconds` has them, without their launches."""
-        gpu, gathered = self.cluster.gpu, 1 + 1 / self.mesh.dp
+        gpu, gathered = self.cluster.gpu, 1 + 1 / self.mesh.state_ranks
 
         def moved(held: HeldParameter) -> float:
             size = size_of(held)

@@ -5,11 +5,14 @@
 | pp | the model into stages | those of the stage |
 | dp | samples | whole, or shards under ZeRO |
 | ep | samples, and experts where parameters are made of experts | whole, or some of the experts |
-| cp | any dim of activations but samples: the sequence | whole |
+| cp | any dim of activations but samples: the sequence | whole, or shards under ZeRO |
 | tp | any dim but samples | split |
 
 Ranks are numbered with pp outermost and tp innermost, so that the ranks of the axis that talks most are neighbours in a
 node. Where several axes split one dim, the order is dp, microbatch, ep, cp, tp, the first one major.
+
+The ranks of dp and cp hold the same parameters, and their gradients add up: ZeRO splits states over both together,
+dp major.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ AXES = ("pp", "dp", "ep", "cp", "tp")  # of ranks, outermost first
 SPLIT_AXES = AXES[1:]
 # Axes on which parameters may be split: where both have more than one rank, a parameter is placed on both.
 PARAMETER_AXES = ("ep", "tp")
+# Axes on which they never are: over these ZeRO splits parameters, gradients and the optimizer's states.
+STATE_AXES = ("dp", "cp")
 _ALWAYS_WRITTEN = ("pp", "dp", "tp")
 
 
@@ -46,7 +51,7 @@ class Mesh:
     """pp x dp x ep x cp x tp ranks, and the number of microbatches a step.
 
     `replicas`: how many groups of dp ranks hold the same ZeRO-2 or ZeRO-3 shards: they split within a group of
-    neighbours, and gradients are summed over the groups.
+    neighbours (and over cp), and gradients are summed over the groups.
     """
 
     pp: int = 1
@@ -65,9 +70,19 @@ class Mesh:
             raise ValueError(f"{self.replicas} replicas do not divide dp={self.dp}")
 
     @property
+    def state_ranks(self) -> int:
+        """The ranks that hold the same parameters, so that ZeRO can split states over them: those of dp and cp."""
+        return self.dp * self.cp
+
+    @property
     def shards(self) -> int:
-        """The ranks of dp that ZeRO-2 and ZeRO-3 split over."""
-        return self.dp // self.replicas
+        """The ranks that ZeRO-2 and ZeRO-3 split over."""
+        return self.state_ranks // self.replicas
+
+    @property
+    def state_axis(self) -> str:
+        """What these ranks are called together: by the one axis that they are on, or "dp_cp"."""
+        return "_".join(name for name in STATE_AXES if self.sizes[name] > 1) or "dp"
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -110,6 +125,40 @@ class Mesh:
     def coordinate(self, rank: int, name: str) -> int:
         """Where a rank is on an axis."""
         return rank // self.stride(name) % self.sizes[name]
+
+    def state_rank(self, rank: int) -> int:
+        """Where a rank is among those that ZeRO splits states over."""
+        return self.coordinate(rank, "dp") * self.cp + self.coordinate(rank, "cp")
+
+    def extents(self, name: str) -> tuple[tuple[int, int], ...]:
+        """(ranks, stride), outermost first, of what a collective goes over: an axis, dp_cp, both parts of it in HSDP
+        (dp_shard and dp_replicate), or the world.
+
+        Raises:
+            KeyError: nothing has this name.
+        """
+        if name in self.sizes:
+            return ((self.sizes[name], self.stride(name)),)
+        dp, cp = self.stride("dp"), (self.cp, self.stride("cp"))
+        near = self.dp // self.replicas
+        return {
+            "dp_cp": ((self.dp, dp), cp),
+            "dp_shard": ((near, dp), cp),
+            "dp_replicate": ((self.replicas, near * dp),),
+            "world": ((self.world_size, 1),),
+        }[name]
+
+    def joined(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks that a collective of this rank joins, by the name of what it goes over as in `extents`."""
+        ranks = [rank]
+        for size, stride in self.extents(name):
+            ranks = [r - r // stride % size * stride + i * stride for r in ranks for i in range(size)]
+        return tuple(ranks)
+
+
+def splits_states(shard_size: int, dp: int, cp: int) -> bool:
+    """Whether groups of so many ranks that ZeRO splits states over hold all of cp and divide dp."""
+    return shard_size % cp == 0 and dp % (shard_size // cp) == 0
 
 
 def written_mesh(sizes: Mapping[str, int]) -> dict[str, int]:

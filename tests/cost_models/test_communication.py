@@ -1,4 +1,5 @@
 from dataclasses import replace
+from math import prod
 
 import pytest
 from autopar.cost_models.communication import (
@@ -9,6 +10,7 @@ from autopar.cost_models.communication import (
     collective_seconds,
     edge_group,
     gradient_sync_seconds,
+    joint_group,
     overlapped_seconds,
 )
 from autopar.cost_models.errors import HardwareError
@@ -170,6 +172,29 @@ def test_groups_are_placed_as_by_counting_ranks(gpus_per_node: int) -> None:
                 for first in range(min(stride, gpus_per_node))
             ]
             assert axis_group(size, stride, cluster).nodes == max(map(len, touched)), (size, stride)
+
+
+@pytest.mark.parametrize("extents", [((4, 2), (2, 1)), ((2, 8), (2, 4), (4, 1))])
+def test_several_axes_without_a_gap_are_one(extents: tuple[tuple[int, int], ...]) -> None:
+    for cluster in (H100, replace(H100, gpus_per_node=4)):
+        size, stride = prod(size for size, _ in extents), extents[-1][1]
+        assert joint_group(extents, cluster) == axis_group(size, stride, cluster)
+
+
+@pytest.mark.parametrize(
+    ("extents", "nodes", "ranks_per_node", "groups_per_node"),
+    [
+        (((2, 4), (2, 1)), 1, 4, 2),  # ranks 0, 1, 4, 5
+        (((2, 16), (2, 1)), 2, 2, 4),  # 0, 1, 16, 17
+        (((4, 16), (4, 2)), 4, 4, 2),  # 0, 2, 4, 6, 16, ...
+        (((2, 32), (2, 8)), 4, 1, 8),  # 0, 8, 32, 40
+    ],
+)
+def test_axes_with_others_between_are_placed_by_counting(
+    extents: tuple[tuple[int, int], ...], nodes: int, ranks_per_node: int, groups_per_node: int
+) -> None:
+    group = joint_group(extents, H100)
+    assert (group.nodes, group.ranks_per_node, group.groups_per_node) == (nodes, ranks_per_node, groups_per_node)
 
 
 def test_groups_of_any_size_are_placed_at_once() -> None:

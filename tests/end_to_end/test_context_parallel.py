@@ -40,12 +40,28 @@ def test_the_sequence_is_split_and_keys_are_gathered(tmp_path: Path) -> None:
     check(tmp_path, {"cp": 2})
 
 
+def test_zero_splits_states_over_cp_as_over_dp() -> None:
+    """As torchtitan does: a rank holds a quarter, and no gradients are added up over cp alone."""
+    over_both, over_dp = (planned(mesh, zero=3).plan for mesh in ({"dp": 2, "cp": 2}, {"dp": 4}))
+    both, alone = (plan.stages[0].memory_bytes for plan in (over_both, over_dp))
+    assert {name: both[name] for name in ("parameters", "gradients", "optimizer")} == {
+        name: alone[name] for name in ("parameters", "gradients", "optimizer")
+    }
+    assert {line.axis for line in over_both.collectives if line.reason == "fsdp"} == {"dp_cp"}
+    assert not [line for line in over_both.collectives if line.reason == "partial gradients"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pins"),
     [
-        ({"cp": 4}, {}),
+        ({"cp": 4}, {"zero": 2}),
+        ({"cp": 2}, {"zero": 3, "microbatch_size": 2}),
         ({"dp": 2, "cp": 2}, {"zero": 3}),
+        ({"dp": 4, "cp": 2}, {"zero": 3, "zero_shard_size": 4}),
+        ({"dp": 2, "cp": 2}, {"zero": 3, "zero_shard_size": 2}),
+        ({"cp": 2, "tp": 2}, {"zero": 1}),
+        ({"pp": 2, "cp": 4}, {"zero": 2, "schedule": "zero-bubble", "microbatch_size": 1}),
         ({"dp": 2, "cp": 2}, {"zero": 0, "microbatch_size": 1}),
         ({"dp": 2, "cp": 2, "tp": 2}, {"zero": 1}),
         ({"cp": 2, "tp": 2}, {"activation_checkpoint": "full"}),

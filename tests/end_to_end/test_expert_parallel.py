@@ -53,6 +53,8 @@ def test_experts_are_split_and_tokens_exchanged(tmp_path: Path) -> None:
         ({"dp": 2, "ep": 2, "tp": 2}, {"zero": 3, "microbatch_size": 2}),
         ({"ep": 2, "tp": 2}, {"activation_checkpoint": "full"}),
         ({"ep": 2, "cp": 2}, {}),
+        ({"dp": 2, "ep": 2, "cp": 2}, {"zero": 3}),
+        ({"dp": 2, "ep": 2, "cp": 2}, {"zero": 1}),
         ({"pp": 2, "ep": 2}, {"schedule": "1f1b", "microbatch_size": 2}),
     ],
 )

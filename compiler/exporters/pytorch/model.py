@@ -12,7 +12,7 @@ from ....planner.capture.graph import Value
 from ....planner.checkpointing import described
 from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
-from ....planner.search.step_collectives import REDUCED_AXES, loss_axes
+from ....planner.search.step_collectives import loss_axes, reduced_axes
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import comment, layout, literal, quote
@@ -56,7 +56,7 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     several = f" with {len(options.rank_stages[0])} stages per rank" if len(options.rank_stages[0]) > 1 else ""
     policy += [f"{options.schedule}{several}"] if mesh.pp > 1 else []
     within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
-    policy += [f"ZeRO-{options.zero}{within}"] if mesh.dp > 1 else []
+    policy += [f"ZeRO-{options.zero}{within}"] if mesh.state_ranks > 1 else []
     if options.activation_checkpoint != "none":
         mixed = described(options.checkpoint_by_block)
         policy.append(mixed or f"activation checkpointing {options.activation_checkpoint}")
@@ -144,6 +144,8 @@ def _constants(modules: Modules) -> Iterator[str]:
     mesh, options = modules.mesh, modules.options
     sizes = mesh.written
     yield f"{', '.join(map(str.upper, sizes))} = {', '.join(map(str, sizes.values()))}"
+    if modules.joins_states:
+        yield "DP_CP = DP * CP  # ranks that hold the same parameters: ZeRO splits states over all of them"
     if mesh.replicas > 1:
         yield f"REPLICAS = {mesh.replicas}  # groups of dp ranks that each hold all shards of the parameters"
     if mesh.microbatches > 1 or modules.is_pipeline:
@@ -195,7 +197,7 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
         frozen = any(not t.type.requires_grad for t in made)
         yield module_functions.parameter(axes=modules.parameter_axes, dtype=dtype, frozen=frozen)
         if modules.parameter_axes:
-            yield module_functions.local(partial=not set(REDUCED_AXES).isdisjoint(modules.reduced_axes))
+            yield module_functions.local(partial=any(axis != "dp" for axis in modules.reduced_axes))
     blocks: list[str] = []
     for template in modules.blocks:
         stage = next(s for s in modules.model.stages if any(run.template == template for run in s.runs))
@@ -222,13 +224,16 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
     mesh, options, model = modules.mesh, modules.options, modules.model
     yield module_functions.build_mesh(mesh)
+    if modules.joins_states:
+        yield module_functions.STATES_MESH
     if modules.has_shards:
-        yield zero1_functions.shards(modules.parameter_axes)
+        yield zero1_functions.shards(modules.parameter_axes, over=mesh.state_axis)
         several = modules.has_several_stages
         yield zero1_functions.OPTIMIZED_OF_SEVERAL if several else zero1_functions.OPTIMIZED
     yield module_functions.build_stage(
         stages=stage_names,
         zero=options.zero if modules.has_fsdp or modules.has_shards else None,
+        over=mesh.state_axis,
         replicas=mesh.replicas,
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
@@ -260,7 +265,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     if modules.has_shards:
         dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
         yield zero1_functions.groups(list(modules.blocks.values()), several_dtypes=len(dtypes) > 1)
-        yield zero1_functions.exchange(modules.parameter_axes)
+        yield zero1_functions.exchange(modules.parameter_axes, over=mesh.state_axis)
     if reduces:
         whole = [axis for axis in modules.reduced_axes if modules.is_all_partial(axis)]
         yield step_functions.reduce_gradients(
@@ -268,7 +273,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
             [axis for axis in modules.reduced_axes if axis not in whole],
             tied=modules.tie_ranks if modules.has_ties else (),
             several=modules.has_several_stages,
-            shards=modules.has_shards,
+            shards=mesh.state_axis if modules.has_shards else "",
             distributed=bool(modules.parameter_axes) or modules.has_fsdp,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
             is_empty_somewhere=any(
@@ -291,12 +296,14 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
 def _copies(modules: Modules) -> str:
     """How many ranks hold the same part of parameter p's gradient, as source; empty where always one."""
     held = [t for stage in modules.model.stages for t in stage.tensors if not t.is_buffer]
-    parts = ["DP"] if modules.mesh.dp > 1 and not modules.has_fsdp and not modules.has_shards else []
+    parts = ["DP"] if modules.mesh.dp > 1 and "dp" in reduced_axes(modules.options.zero) else []
     parts += ["REPLICAS"] if modules.mesh.replicas > 1 else []
     if modules.has_shards and any(not _is_cut(tensor) for tensor in held):
-        parts = ["(DP if p.placements[0].is_replicate() else 1)"]
+        parts = [f"({modules.mesh.state_axis.upper()} if p.placements[0].is_replicate() else 1)"]
     axes = modules.parameter_axes
-    for axis in REDUCED_AXES:
+    for axis in reduced_axes(modules.options.zero):
+        if axis == "dp":
+            continue
         whole = [tensor.shard_dim(axis) is None for tensor in held]
         if modules.mesh.sizes[axis] > 1 and any(whole):
             size = axis.upper()

@@ -154,10 +154,22 @@ def build_mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, ({shape}), mesh_dim_names={literal(tuple(axes))})'''
 
 
+STATES_MESH = '''\
+def states_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold the same parameters: ZeRO splits states over all of them."""
+    return mesh["dp", "cp"]._flatten("dp_cp")  # made once, then looked up'''
+
+
+def states_of(axis: str) -> str:
+    """The mesh that ZeRO splits states over, by the name of its axis, as source."""
+    return "states_mesh(mesh)" if axis == "dp_cp" else f"mesh[{quote(axis)}]"
+
+
 def build_stage(
     *,
     stages: Sequence[str],
     zero: int | None,
+    over: str,
     replicas: int,
     blocks: Sequence[str],
     layers: bool,
@@ -165,16 +177,16 @@ def build_stage(
     tied: bool,
     several: bool,
 ) -> str:
-    """`stages`: the class of each; `zero`: the ZeRO stage if dp has one; `layers`: stages are given their blocks;
-    `named`: modules are told their names; `tied`: there are groups of ranks that hold tied parameters; `several`: a
-    rank's stages are a list."""
+    """`stages`: the class of each; `zero`: the ZeRO stage if there is one, `over` an axis of the mesh; `layers`: stages
+    are given their blocks; `named`: modules are told their names; `tied`: there are groups of ranks that hold tied
+    parameters; `several`: a rank's stages are a list."""
     text = _build_stages(stages, layers) if several else _build_one(stages, layers)
     if named:
         text += _named(several)
     if zero == 1:
         text += _sharded(several)
     elif zero is not None:
-        text += _fully_sharded(blocks, reshard=zero == 3, replicas=replicas, several=several)
+        text += _fully_sharded(blocks, over, reshard=zero == 3, replicas=replicas, several=several)
     built = "stages" if several else "stage"
     if tied:
         text.append(f"    {built}.tied_groups = tied_groups(mesh)")
@@ -232,15 +244,16 @@ def _classes(stages: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
 
 
-def _fully_sharded(blocks: Sequence[str], *, reshard: bool, replicas: int, several: bool) -> list[str]:
-    over = "groups" if replicas > 1 else 'mesh["dp"]'
+def _fully_sharded(blocks: Sequence[str], axis: str, *, reshard: bool, replicas: int, several: bool) -> list[str]:
+    every, size = states_of(axis), axis.upper()
+    over = "groups" if replicas > 1 else every
     arguments = f"mesh={over}, reshard_after_forward={reshard}"
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
     lines = [f"    # {policy}."]
     if replicas > 1:
         lines += [
             "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
-            '    groups = mesh["dp"]._unflatten(0, (REPLICAS, DP // REPLICAS), ("dp_replicate", "dp_shard"))',
+            f'    groups = {every}._unflatten(0, (REPLICAS, {size} // REPLICAS), ("dp_replicate", "dp_shard"))',
         ]
     indent = "    "
     if several:
@@ -346,6 +359,6 @@ def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
 
 
 __all__ = [
-    "KEEP_RESULTS", "build_mesh", "build_stage", "local", "parameter", "recomputed", "run_block", "state_dicts",
-    "weights",
+    "KEEP_RESULTS", "STATES_MESH", "build_mesh", "build_stage", "local", "parameter", "recomputed", "run_block",
+    "state_dicts", "states_of", "weights",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.checkpointing import Checkpointing, by_unit, policy_of
 from ....planner.errors import AutoparError
 from ....planner.schedules import get_schedule
+from ....planner.search.step_collectives import reduced_axes
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef, kept_kernels
@@ -81,12 +82,17 @@ class Modules:
 
     @property
     def has_fsdp(self) -> bool:
-        return self.mesh.dp > 1 and self.options.zero >= 2
+        return self.mesh.state_ranks > 1 and self.options.zero >= 2
 
     @property
     def has_shards(self) -> bool:
         """ZeRO-1: the optimizer has parts of the parameters."""
-        return self.mesh.dp > 1 and self.options.zero == 1
+        return self.mesh.state_ranks > 1 and self.options.zero == 1
+
+    @property
+    def joins_states(self) -> bool:
+        """Whether ZeRO splits states over several axes of the mesh together."""
+        return (self.has_fsdp or self.has_shards) and self.mesh.state_axis not in self.mesh.sizes
 
     @property
     def has_dtensors(self) -> bool:
@@ -300,11 +306,11 @@ class Modules:
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """Axes whose partial gradients `reduce_gradients` adds up in a bucket: all, but dp only under ZeRO-0."""
-        is_sharded = self.has_fsdp or self.has_shards
-        sizes = {name: size for name, size in self.mesh.sizes.items() if name != "dp" or not is_sharded}
+        """Axes whose partial gradients `reduce_gradients` adds up in a bucket."""
+        sizes = self.mesh.sizes
         held = [tensor for stage in self.model.stages for tensor in stage.tensors]
-        return tuple(axis for axis, size in sizes.items() if size > 1 and any(axis in t.partial for t in held))
+        axes = reduced_axes(self.options.zero)
+        return tuple(axis for axis in axes if sizes[axis] > 1 and any(axis in t.partial for t in held))
 
     def is_all_partial(self, axis: str) -> bool:
         """Whether every gradient is a partial sum on the axis; unused parameters have none."""

@@ -248,21 +248,22 @@ def reduce_gradients(
     *,
     tied: Sequence[int],
     several: bool,
-    shards: bool,
+    shards: str,
     distributed: bool,
     several_dtypes: bool,
     is_empty_somewhere: bool,
 ) -> str:
     """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters.
 
-    `tied`: on how many ranks each tied parameter is held. `several`: a rank's stages are a list.
+    `tied`: on how many ranks each tied parameter is held. `shards`: over which axis the optimizer has parts, if any.
+    `several`: a rank's stages are a list.
     `is_empty_somewhere`: some stage has no partial sum on one of the axes.
     """
     model, kind = ("stages", "nn.ModuleList") if several else ("stage", "nn.Module")
     lines = [f"def reduce_gradients({model}: {kind}, mesh: DeviceMesh) -> None:"]
     steps = [f"all over {axis}" for axis in whole]
     steps += [f"`partial_{axis}` over {axis}" for axis in listed]
-    steps += ["all over dp into parts"] if shards else []
+    steps += [f"all over {shards} into parts"] if shards else []
     steps += ["tied parameters over their holders"] if tied else []
     lines.append(f'    """Complete gradients that are partial sums: {", then ".join(steps)}."""')
     lines += [f'    all_reduce_gradients({model}.parameters(), mesh["{axis}"].get_group())' for axis in whole]
@@ -273,9 +274,9 @@ def reduce_gradients(
         lines.append(f'    all_reduce_gradients(partial, mesh["{axis}"].get_group())')
     lines += [f"    scatter_gradients({model}, mesh)"] if shards else []
     if tied and several:
-        lines += _tied_of_several(tied, shards=shards, distributed=distributed)
+        lines += _tied_of_several(tied, shards=bool(shards), distributed=distributed)
     elif tied:
-        gradient = f"{_holder(shards)}.get_parameter(name)"
+        gradient = f"{_holder(bool(shards))}.get_parameter(name)"
         gradient = f"local_gradient({gradient})" if distributed or shards else f"{gradient}.grad"
         lines += [
             "    for name, stages in TIED.items():",

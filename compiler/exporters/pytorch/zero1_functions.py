@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....planner.sharding.mesh import AXES
 from ...text import layout, quote
+from .module_functions import states_of
 
 _SHARDS = '''\
 class Shards(nn.Module):
-    """This dp rank's part of every parameter of a module, under the same names: a view, which the optimizer updates."""
+    """This rank's part of every parameter of a module, under the same names: a view, which the optimizer updates."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh):
         super().__init__()
@@ -28,11 +30,11 @@ class Shards(nn.Module):
 
 
 def shard(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This dp rank's part along DIM; all of it where there is none."""
+    """This rank's part along DIM; all of it where there is none."""
 CHOOSE
     if dim is not None:
-        rows = -(-part.shape[dim] // DP)
-        start = min(mesh["dp"].get_local_rank() * rows, part.shape[dim])
+        rows = -(-part.shape[dim] // SIZE)
+        start = min(STATES.get_local_rank() * rows, part.shape[dim])
         part, place = part.narrow(dim, start, min(rows, part.shape[dim] - start)), Shard(dim)
 SPLIT
     return nn.Parameter(split, requires_grad=p.requires_grad)'''
@@ -77,29 +79,29 @@ def groups(stage: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]
 
 _EXCHANGE = '''\
 def dp_parts(whole: torch.Tensor, part: nn.Parameter) -> torch.Tensor:
-    """(DP, ...): a tensor that is split as `part` is, cut for the dp ranks and padded to parts of equal size."""
+    """(SIZE, ...): a tensor that is split as `part` is, cut for all ranks and padded to parts of equal size."""
     place = part.placements[0]
     if not isinstance(place, Shard):
-        return whole.expand(DP, *whole.shape)
+        return whole.expand(SIZE, *whole.shape)
     shape = list(whole.shape)
-    rows = -(-shape[place.dim] // DP)
-    shape[place.dim] = rows * DP - shape[place.dim]
+    rows = -(-shape[place.dim] // SIZE)
+    shape[place.dim] = rows * SIZE - shape[place.dim]
     if shape[place.dim]:
         whole = torch.cat((whole, whole.new_zeros(shape)), place.dim)
-    return whole.unflatten(place.dim, (DP, rows)).movedim(place.dim, 0)
+    return whole.unflatten(place.dim, (SIZE, rows)).movedim(place.dim, 0)
 
 
 @torch.no_grad()
 def gather_parameters(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill the parameters from the parts of all dp ranks, which their optimizers have updated."""
+    """Fill the parameters from the parts of all ranks, which their optimizers have updated."""
     for pairs in groups(stage):
         pairs = [(WHOLE, part) for p, part in pairs if isinstance(part.placements[0], Shard)]
         if not pairs:
             continue
         parts = [dp_parts(p, part) for p, part in pairs]
-        mine = torch.cat([each[mesh["dp"].get_local_rank()].flatten() for each in parts])
-        bucket = mine.new_empty(DP, mine.numel())
-        dist.all_gather_single(bucket.view(-1), mine, group=mesh["dp"].get_group())
+        mine = torch.cat([each[STATES.get_local_rank()].flatten() for each in parts])
+        bucket = mine.new_empty(SIZE, mine.numel())
+        dist.all_gather_single(bucket.view(-1), mine, group=STATES.get_group())
         gathered = bucket.split([each[0].numel() for each in parts], dim=1)
         for (p, part), each, of_ranks in zip(pairs, parts, gathered, strict=True):
             shape, dim = each.shape[1:], part.placements[0].dim
@@ -108,7 +110,7 @@ def gather_parameters(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up gradients over dp; each rank keeps those of its part."""
+    """Add up gradients; each rank keeps those of its part."""
     for pairs in groups(stage):
         pairs = [(p, part) for p, part in pairs if p.grad is not None]
         if not pairs:
@@ -116,7 +118,7 @@ def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
         parts = [dp_parts(GRADIENT, part) for p, part in pairs]
         bucket = torch.cat([each.flatten(1) for each in parts], dim=1)
         total = bucket.new_empty(bucket.shape[1])
-        dist.reduce_scatter_single(total, bucket.view(-1), group=mesh["dp"].get_group())
+        dist.reduce_scatter_single(total, bucket.view(-1), group=STATES.get_group())
         reduced = total.split([each[0].numel() for each in parts])
         for (p, part), each, flat in zip(pairs, parts, reduced, strict=True):
             mine, place = flat.view(each.shape[1:]), part.placements[0]
@@ -128,15 +130,20 @@ def scatter_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
             p.grad = None'''
 
 
-def shards(axes: Sequence[str]) -> str:
-    """The class of the parts, and how a parameter is cut. `axes`: those on which parameters are DTensors already."""
+def shards(axes: Sequence[str], *, over: str) -> str:
+    """The class of the parts, and how a parameter is cut. `axes`: those on which parameters are DTensors already;
+    `over`: the axis whose ranks have the parts."""
     whole = f"the first dim that {' and '.join(axes)} {'leaves' if len(axes) == 1 else 'leave'} whole"
     text = _SHARDS.replace("DIM", whole if axes else "the first dim")
     text = text.replace("CHOOSE", _WITH_OTHERS if axes else _ALONE)
-    names = ", ".join(map(quote, ("dp", *axes)))
-    placed = f"mesh[{names}], {'(place, *p.placements)' if axes else '(place,)'}"
+    if over in AXES:
+        on = f"mesh[{', '.join(map(quote, (over, *axes)))}]"
+    else:
+        on = states_of(over)
+        on = f"DeviceMesh._concatenate([{on}, mesh[{', '.join(map(quote, axes))}]])" if axes else on
+    placed = f"{on}, {'(place, *p.placements)' if axes else '(place,)'}"
     made = f"split = DTensor.from_local(part, {placed}, run_check=False, shape=p.shape, stride=p.stride())"
-    return text.replace("SPLIT", "\n".join(layout(made, "    ")))
+    return _named(text.replace("SPLIT", "\n".join(layout(made, "    "))), over)
 
 
 def groups(blocks: Sequence[str], *, several_dtypes: bool) -> str:
@@ -150,10 +157,14 @@ def groups(blocks: Sequence[str], *, several_dtypes: bool) -> str:
     return f"{text.replace('def groups', 'def mixed_groups')}\n\n\n{_BY_DTYPE}" if several_dtypes else text
 
 
-def exchange(axes: Sequence[str]) -> str:
+def _named(text: str, over: str) -> str:
+    return text.replace("STATES", states_of(over)).replace("SIZE", over.upper())
+
+
+def exchange(axes: Sequence[str], *, over: str) -> str:
     """The two directions: parameters gathered before a step's forward, gradients scattered after its last backward."""
     text = _EXCHANGE.replace("WHOLE", "local(p)" if axes else "p")
-    return text.replace("GRADIENT", "local_gradient(p)" if axes else "p.grad")
+    return _named(text.replace("GRADIENT", "local_gradient(p)" if axes else "p.grad"), over)
 
 
 __all__ = ["OPTIMIZED", "OPTIMIZED_OF_SEVERAL", "exchange", "groups", "shards"]

@@ -134,11 +134,11 @@ def program(mesh):
     return model_program(graph(), (prelude, inlet, block, head), mesh)
 
 
-def lines(mesh, stages=((1, BLOCKS + 3),), *, zero=0, schedule="none", checkpoint="none", dp_rank=0):
+def lines(mesh, stages=((1, BLOCKS + 3),), *, zero=0, schedule="none", checkpoint="none", state_rank=0):
     """stage -> (axis, op, bytes, reason) -> count."""
     found = {stage: Counter() for stage in range(len(stages))}
     for line in expected_collectives(
-        program(mesh), stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, dp_rank=dp_rank
+        program(mesh), stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, state_rank=state_rank
     ):
         key = line.axis, line.op, line.num_bytes, line.reason
         assert key not in found[line.stage], "lines are summed up"
@@ -200,6 +200,25 @@ def test_shards_within_groups_are_summed_over_the_groups():
     assert found["dp_shard", "reduce_scatter", block, "fsdp"] == BLOCKS
     assert found["dp_replicate", "all_reduce", block // 2, "fsdp"] == BLOCKS
     assert not any(axis == "dp" and reason == "fsdp" for axis, _, _, reason in found)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_splits_states_over_dp_and_cp_together(zero):
+    """Nothing is left to add up over cp alone, and as much is exchanged as over that many ranks of dp."""
+    together, alone = lines(Mesh(dp=2, cp=2), zero=zero)[0], lines(Mesh(dp=4), zero=zero)[0]
+    reason = "fsdp" if zero == 3 else "zero1"
+    exchanged = {key: count for key, count in together.items() if key[3] == reason}
+    assert exchanged == {("dp_cp", *key[1:]): count for key, count in alone.items() if key[3] == reason}
+    assert not any(reason == "partial gradients" for _, _, _, reason in together)
+    only_cp = lines(Mesh(cp=4), zero=zero)[0]
+    assert {("cp", *key[1:]): count for key, count in exchanged.items()}.items() <= only_cp.items()
+
+
+def test_groups_of_shards_hold_all_of_cp():
+    found = lines(Mesh(dp=4, cp=2, replicas=2), zero=3)[0]
+    block = (HIDDEN * WIDTH + 8 * HIDDEN) * FLOAT  # over four ranks
+    assert found["dp_shard", "all_gather", block, "fsdp"] == 2 * BLOCKS
+    assert found["dp_replicate", "all_reduce", block // 4, "fsdp"] == BLOCKS
 
 
 def test_zero_1_exchanges_blocks_once_a_step_along_dims_that_tp_leaves_whole():
