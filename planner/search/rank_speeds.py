@@ -49,10 +49,12 @@ class Devices:
         slowdown, hbm_bytes = [], []
         for first in range(0, mesh.world_size, per_stage):
             gpus = _gpus(self.original, first, first + per_stage)
-            straggles = max(
-                (factor for rank, factor in self.slow_ranks if first <= rank < first + per_stage), default=1.0
+            straggling = (
+                self.ratios[self.original.gpu_of_rank(rank).name] * factor
+                for rank, factor in self.slow_ranks
+                if first <= rank < first + per_stage
             )
-            slowdown.append(max(self.ratios[gpu.name] for gpu in gpus) * straggles)
+            slowdown.append(max(*(self.ratios[gpu.name] for gpu in gpus), *straggling, 1.0))
             hbm_bytes.append(min(gpu.hbm_bytes for gpu in gpus))
         return RankSpeeds(slowdown=tuple(slowdown), hbm_bytes=tuple(hbm_bytes))
 

@@ -4,10 +4,11 @@ What may be chosen is written down here a second time: meshes, microbatches, cut
 recomputation, and on every axis an option for every operation and a pair for every tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
+from autopar.cost_models.hardware import Cluster
 from autopar.planner.capture.graph import Kind, ModelGraph, Ref
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.candidates import Pins
@@ -25,11 +26,44 @@ UNSPLIT = ("none", "grad")
 @dataclass(frozen=True)
 class Price:
     seconds: float
-    memory_bytes: int
+    rank_memory: tuple[int, ...]  # by pipeline rank
     what: str
 
+    @property
+    def memory_bytes(self) -> int:
+        return max(self.rank_memory)
 
-def every_plan(graph: ModelGraph, gpus: int, cluster, stack, pins: Pins) -> Iterator[Price]:
+    def fits(self, mesh_hbm_bytes: Callable[[int], tuple[int, ...]]) -> bool:
+        """Whether each pipeline rank has room; their number says which ranks of the cluster they are."""
+        rooms = mesh_hbm_bytes(len(self.rank_memory))
+        return all(size <= room for size, room in zip(self.rank_memory, rooms, strict=True))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster, with how much slower than the fastest device each of its ranks is, and what each has of memory.
+
+    `cluster` is that of the fastest device: what prices are taken from.
+    """
+
+    cluster: Cluster
+    slowdown: tuple[float, ...]
+    hbm_bytes: tuple[int, ...]
+
+    def of_stages(self, ranks: int, pick: Callable[[Iterable[float]], float], values: tuple) -> tuple:
+        """Of each pipeline rank, the outermost axis: the worst of its ranks."""
+        each = len(values) // ranks
+        return tuple(pick(values[first : first + each]) for first in range(0, len(values), each))
+
+    def slowdowns(self, ranks: int) -> tuple[float, ...]:
+        found = self.of_stages(ranks, max, self.slowdown)
+        return found if any(factor != 1 for factor in found) else ()
+
+    def rooms(self, ranks: int) -> tuple[int, ...]:
+        return self.of_stages(ranks, min, self.hbm_bytes)
+
+
+def every_plan(graph: ModelGraph, gpus: int, machine: Machine, stack, pins: Pins) -> Iterator[Price]:
     """The price of every plan there is; whether it fits is for the caller to say."""
     batch = find_batch_split(Space(graph))
     for pp, dp, cp, tp in product(divisors(gpus), repeat=4):
@@ -46,14 +80,15 @@ def every_plan(graph: ModelGraph, gpus: int, cluster, stack, pins: Pins) -> Iter
             if pins.microbatch_size not in (None, graph.batch_size // dp // microbatches):
                 continue
             mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, microbatches=microbatches)
-            yield from plans_on(graph, mesh, cluster, stack, batch.placements)
+            yield from plans_on(graph, mesh, machine, stack, batch.placements)
 
 
 def divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
-def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
+def plans_on(graph, mesh, machine: Machine, stack, batch_labels) -> Iterator[Price]:
+    cluster = machine.cluster
     units = len(graph.units)
     for placements in every_placement(graph, mesh, batch_labels):
         evaluators = {
@@ -64,6 +99,7 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
                 prices=Prices(mesh=replace(mesh, replicas=replicas), cluster=cluster, stack=stack),
                 optimizer="adamw",
                 precision="fp32",
+                slowdown=machine.slowdowns(mesh.pp),
             )
             for _, replicas in shardings(mesh, cluster)
         }
@@ -86,7 +122,7 @@ def plans_on(graph, mesh, cluster, stack, batch_labels) -> Iterator[Price]:
                         except (KeyError, ValueError):
                             continue
                         what = f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {placements}"
-                        yield Price(cost.step_seconds, cost.memory_bytes, what)
+                        yield Price(cost.step_seconds, tuple(each["total"] for each in cost.rank_memory), what)
 
 
 def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:
