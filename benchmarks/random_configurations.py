@@ -25,7 +25,7 @@ from autopar.planner.checkpointing import POLICIES, name_of
 from autopar.planner.driver import PlanRequest, capture, check_request
 from autopar.planner.schedules import get_schedule, schedule_names
 from autopar.planner.search.answer import Candidate, Setting, rank
-from autopar.planner.search.candidates import Pins, meshes, num_cuttable
+from autopar.planner.search.candidates import Pins, num_cuttable, possible_meshes
 from autopar.planner.search.sweep import _Sweep, search
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.program import Placements
@@ -95,7 +95,7 @@ class Pinned:
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         setting = self.sweep.setting
-        return meshes(self.sweep.space, self.sweep.batch, setting.gpus, setting.pins)
+        return possible_meshes(self.sweep.space, self.sweep.batch, setting.gpus, setting.pins)[0]
 
     def price(self, configuration: Configuration) -> Candidate | None:
         """The fastest that fits of the mesh's own placements and those of other meshes; None without placements."""
@@ -111,12 +111,14 @@ class Pinned:
         mesh = replace(configuration.mesh, replicas=configuration.mesh.dp // configuration.shards)
         pipeline = configuration.schedule, configuration.stages_per_rank
         try:
-            evaluator = self.sweep._evaluator(mesh, placements)
-            yield from self.sweep._candidate(
-                evaluator, pipeline, configuration.zero, configuration.activation_checkpoint
+            pricer = self.sweep.pricer
+            found = pricer.candidate(
+                pricer.evaluator(mesh, placements), pipeline, configuration.zero, configuration.activation_checkpoint
             )
         except (KeyError, ValueError):
             return  # the conversions of two axes do not go together
+        if found is not None:
+            yield found
 
 
 def main() -> int:

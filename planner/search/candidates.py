@@ -187,14 +187,12 @@ def num_cuttable(graph: ModelGraph) -> int:
     return len(graph.units) - 1
 
 
-def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh, ...]:
-    """Every mesh of `gpus` ranks with every number of microbatches that the pins and the batch allow, pp first.
+def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[tuple[Mesh, ...], tuple[str, ...]]:
+    """Every mesh of `gpus` ranks with every number of microbatches that the pins and the batch allow, pp first; and
+    why others are not among them.
 
     Unless it is pinned, ep is there only where parameters are made of experts, and cp only where dp cannot take over
     any of it: as many ranks of dp share the same work without gathering keys and values.
-
-    Raises:
-        AutoparError: none; the reasons are listed.
     """
     graph = space.graph
     reasons: dict[str, None] = {}
@@ -212,17 +210,7 @@ def meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> tuple[Mesh
         if reason:
             reasons[reason] = None
         found.extend(Mesh(**sizes, microbatches=count) for count in counts)
-    if not found:
-        if not reasons:
-            wanted = ",".join(f"{name}={size}" for name, size in pins.mesh.items())
-            raise AutoparError(f"no mesh with {wanted} has {gpus} ranks", fix="change --mesh or --gpus")
-        what, *others = reasons
-        raise AutoparError(
-            what if pins.mesh else f"no mesh of {gpus} GPUs can run this step: {what}",
-            where=f"{graph.name}, batch {graph.batch_size}",
-            fix="; ".join(others) if others else "choose another mesh, more samples, or fewer GPUs",
-        )
-    return tuple(found)
+    return tuple(found), tuple(reasons)
 
 
 def splits_context(space: Space, batch: BatchSplit, size: int) -> bool:
@@ -276,6 +264,8 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
         return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
     if pins.zero and dp * cp == 1:
         return f"zero={pins.zero} splits over dp and cp, and dp=1, cp=1"
+    if pins.zero_shard_size is not None and dp * cp == 1:
+        return f"zero-shard-size={pins.zero_shard_size} splits over dp and cp, and dp=1, cp=1"
     if pins.zero_shard_size is not None and not splits_states(pins.zero_shard_size, dp, cp):
         beside = f" with cp={cp}" if cp > 1 else ""
         return f"zero-shard-size={pins.zero_shard_size} does not divide dp={dp}{beside}"

@@ -19,7 +19,7 @@ from ..checkpointing import by_pattern
 from ..sharding.mesh import Mesh
 from .answer import Candidate, NothingFits, Setting
 from .batch import find_batch_split
-from .candidates import meshes, zeros_for
+from .candidates import possible_meshes, zeros_for
 from .least_memory import Estimate, states_of
 from .prices import in_precision
 from .problem import Space
@@ -140,10 +140,7 @@ class Changes:
         space = self._space
         if setting.graph is not self.setting.graph:
             space = Space(in_precision(setting.graph, setting.precision))
-        try:
-            every = meshes(space, find_batch_split(space), setting.gpus, setting.pins)
-        except AutoparError:
-            return []
+        every, _ = possible_meshes(space, find_batch_split(space), setting.gpus, setting.pins)
         least: dict[Mesh, tuple[float, Mesh]] = {}
         size = setting.graph.batch_size
         for mesh in every:

@@ -24,10 +24,10 @@ from .candidates import (
     always_fills,
     bound_seconds,
     checkpoints_for,
-    meshes,
     whole_model,
     zeros_for,
 )
+from .clashes import meshes_under
 from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
 from .placing import Placer
@@ -153,7 +153,7 @@ class _Sweep:
     def _listed(self) -> tuple[list[Mesh], dict[Mesh, float]]:
         """Every mesh, and the bounds of those on which the states may fit; the most promising first."""
         setting = self.setting
-        bounds = {mesh: self._bound(mesh) for mesh in meshes(self.space, self.batch, setting.gpus, setting.pins)}
+        bounds = {mesh: self._bound(mesh) for mesh in meshes_under(self.space, self.batch, setting.gpus, setting.pins)}
         everything = sorted(bounds, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches))
         room = setting.cluster.gpu.hbm_bytes
         return everything, {mesh: bounds[mesh] for mesh in everything if self._least_bytes(mesh) <= room}

@@ -8,7 +8,7 @@ from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins, meshes, shardings_for
+from autopar.planner.search.candidates import Pins, possible_meshes, shardings_for
 from autopar.planner.search.infeasible import explain
 from autopar.planner.search.problem import Space
 from autopar.planner.search.sweep import NothingFits, Setting, search
@@ -141,9 +141,11 @@ def test_microbatches_fill_a_pipeline_when_pinned():
 def test_cp_is_offered_where_dp_has_used_up_the_batch():
     space = Space(residual_mlp(batch=2, length=8))
     batch = find_batch_split(space)
-    found = meshes(space, batch, 8, Pins(mesh={}))
+    found = possible_meshes(space, batch, 8, Pins(mesh={}))[0]
     assert {(mesh.dp, mesh.cp) for mesh in found if mesh.cp > 1} == {(2, 2), (2, 4)}
     assert not [mesh for mesh in found if mesh.ep > 1]
-    assert {mesh.cp for mesh in meshes(space, batch, 8, Pins(mesh={"cp": 2}))} == {2}
+    assert {mesh.cp for mesh in possible_meshes(space, batch, 8, Pins(mesh={"cp": 2}))[0]} == {2}
     without = Space(residual_mlp(batch=2))
-    assert not [mesh for mesh in meshes(without, find_batch_split(without), 8, Pins(mesh={})) if mesh.cp > 1]
+    assert not [
+        mesh for mesh in possible_meshes(without, find_batch_split(without), 8, Pins(mesh={}))[0] if mesh.cp > 1
+    ]
