@@ -1,0 +1,69 @@
+"""No cut is faster than the floor of its policy, or needs less: over every cut of small pipelines."""
+
+from itertools import combinations
+
+import pytest
+from autopar.cost_models.hardware import load_cluster
+from autopar.cost_models.stacks import load_stack
+from autopar.planner.schedules import get_schedule
+from autopar.planner.search.batch import find_batch_split
+from autopar.planner.search.evaluate import Evaluator
+from autopar.planner.search.floors import floor_bytes, floor_seconds
+from autopar.planner.search.prices import Prices
+from autopar.planner.search.problem import Space
+from autopar.planner.sharding.mesh import MICROBATCH, Mesh
+from random_graphs import random_graph
+
+CLUSTER, STACK = load_cluster("h100-sxm"), load_stack("eager")
+PIPELINES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("sequential", 1))
+
+
+def evaluator(graph, mesh):
+    """Samples split over dp and microbatches, nothing else."""
+    batch = find_batch_split(Space(graph)).placements
+    present = {axis.name for axis in mesh.axes}
+    placements = tuple(
+        {
+            name: {axis: labels[MICROBATCH] for axis in ("dp", MICROBATCH) if axis in present}
+            for name, labels in placement.items()
+        }
+        for placement in batch
+    )
+    return Evaluator(
+        graph=graph, master=graph, placements=placements, prices=Prices(mesh=mesh, cluster=CLUSTER, stack=STACK),
+        optimizer="adamw",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_cut_is_slower_and_fuller(seed):
+    graph = random_graph(seed, most_nodes=5)
+    if find_batch_split(Space(graph)).placements is None:
+        graph = random_graph(seed + 100, most_nodes=5)
+    units, looked_at = len(graph.units), 0
+    for pp, dp, microbatches in ((1, 2, 1), (2, 1, 2), (2, 2, 1), (2, 1, 1), (3, 1, 3)):
+        if graph.batch_size % (dp * microbatches):
+            continue
+        priced = evaluator(graph, Mesh(pp=pp, dp=dp, microbatches=microbatches))
+        for pipeline in PIPELINES if pp > 1 else (("none", 1),):
+            schedule, num_stages = get_schedule(pipeline[0]), pp * pipeline[1]
+            if schedule.refuse(pp, pipeline[1], microbatches) or num_stages > units - 1:
+                continue
+            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+                for checkpoint in ("none", "selective", "full"):
+                    if schedule.refuse_policies(zero, checkpoint):
+                        continue
+                    least_seconds = floor_seconds(priced, pipeline, zero, checkpoint)
+                    least_bytes = floor_bytes(priced, pipeline, zero, checkpoint)
+                    for ends in combinations(range(2, units), num_stages - 1):
+                        bounds = (0, *ends, units)
+                        cost = priced.evaluate(
+                            tuple(zip(bounds, bounds[1:], strict=False)),
+                            schedule=pipeline[0], zero=zero, activation_checkpoint=checkpoint,
+                        )  # fmt: skip
+                        looked_at += 1
+                        assert least_seconds <= cost.step_seconds
+                        assert least_bytes <= cost.memory_bytes
+                        if pp == 1:
+                            assert least_seconds == pytest.approx(cost.step_seconds)
+    assert looked_at
