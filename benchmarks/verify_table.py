@@ -103,12 +103,11 @@ POLICY_MODELS = ("gpt", "llama")
 SAMPLES_A_MICROBATCH = 1  # so that every schedule has microbatches enough
 
 
-def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Choices of one option of each kind (`sizes`: how many each has), so that every two options meet in some choice.
+def covering(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Some of these choices, so that every two options that meet in any of them meet in one of those.
 
     Greedy: always the choice, the first of equals, in which most pairs meet that have not met yet.
     """
-    every = list(product(*map(range, sizes)))
 
     def pairs(choice: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(combinations(enumerate(choice), 2))
@@ -122,20 +121,28 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def policies() -> Iterator[tuple[dict[str, int], Pins]]:
-    """Meshes of 8 ranks with the policies that are pinned on them."""
+def policies(batch_size: int) -> Iterator[tuple[dict[str, int], Pins]]:
+    """Meshes of 8 ranks with the policies that are pinned on them: those that a schedule does not refuse."""
     from autopar.planner.checkpointing import POLICIES
-    from autopar.planner.schedules import schedule_names
+    from autopar.planner.schedules import get_schedule, schedule_names
 
     schedules = schedule_names()
-    for zero, schedule, checkpoint in covering((len(ZERO), len(schedules), len(POLICIES))):
-        pins: Pins = {
-            **ZERO[zero], "schedule": schedules[schedule], "activation_checkpoint": POLICIES[checkpoint],
-            "microbatch_size": SAMPLES_A_MICROBATCH,
-        }  # fmt: skip
+    every = [
+        choice
+        for choice in product(range(len(ZERO)), range(len(schedules)), range(len(POLICIES)))
+        if not get_schedule(schedules[choice[1]]).refuse_policies(
+            int(str(ZERO[choice[0]]["zero"])), POLICIES[choice[2]]
+        )
+    ]
+    for zero, schedule, checkpoint in covering(every):
         pp = 1 if schedules[schedule] == "none" else 2
-        dp = 4 if pp == 1 or "zero_shard_size" in pins else 2
-        yield {"pp": pp, "dp": dp, "tp": 8 // pp // dp}, pins
+        dp = 4 if pp == 1 or "zero_shard_size" in ZERO[zero] else 2
+        order = get_schedule(schedules[schedule])
+        is_whole = pp > 1 and all(order.refuse(pp, stages, pp) for stages in order.stages_per_rank)
+        yield {"pp": pp, "dp": dp, "tp": 8 // pp // dp}, {
+            **ZERO[zero], "schedule": schedules[schedule], "activation_checkpoint": POLICIES[checkpoint],
+            "microbatch_size": batch_size // dp if is_whole else SAMPLES_A_MICROBATCH,
+        }  # fmt: skip
 
 
 def run_case(case: Case, mesh: dict[str, int], pins: dict[str, object], timeout_seconds: float) -> Row:
@@ -232,7 +239,7 @@ def main() -> int:
     for case in CASES:
         if case.model not in names:
             continue
-        wanted = policies() if arguments.policies else ((mesh, {}) for mesh in meshes(case))
+        wanted = policies(case.batch_size) if arguments.policies else ((mesh, {}) for mesh in meshes(case))
         for mesh, more in wanted:
             if not arguments.mesh or _read(arguments.mesh) == mesh:
                 tasks.append((case, mesh, {**more, **pins}, arguments.timeout_seconds))

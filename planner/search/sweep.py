@@ -128,7 +128,8 @@ class _Sweep:
         baselines = tuple(self._baselines(everything))
         chosen = min(self._fitting(), key=rank)
         if proven is not None:
-            lowest, is_complete = proven.bound_seconds, proven.is_complete
+            lowest = max(proven.bound_seconds, min(bounds.values(), default=0.0))
+            is_complete = proven.is_complete
         elif is_complete:
             lowest = refiner.bound(chosen, bounds)
         else:
