@@ -2,7 +2,8 @@
 
 A policy is a ZeRO stage and its groups, activation checkpointing, and a pipeline. Those with the lowest floor come
 first (`floors.py`); what surely does not fit or beat the best known is neither cut nor priced. Recomputation only costs
-time: where a policy fits, the same with more of it is left out.
+time: where a policy fits, the same with more of it is left out, and where it does not, as few blocks run again as it
+takes (`recompute.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import Checkpointing
+from ..checkpointing import MIXED, Checkpointing
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
@@ -23,12 +24,14 @@ from .floors import floor_bytes, floor_seconds
 from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
+from .recompute import Recomputation
 from .shared import Shared
 from .split_backward import loses_weights
 from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
 
 Stages = tuple[tuple[int, int], ...]
+_MOST_CORRECTIONS = 4  # of the room for activations, where a rank turns out to need more than said
 _CUT_SECONDS = 20.0  # that the solver may take for one cut
 
 
@@ -120,6 +123,7 @@ class Pricer:
                 continue
             least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
             candidate = self._candidate(way, best) if least <= room else None
+            candidate = self._recomputed(way, candidate, best, room) or candidate
             if candidate is not None:
                 found.append(candidate)
             if candidate is not None and candidate.fits:
@@ -153,6 +157,32 @@ class Pricer:
                         zero=zero,
                         checkpoint=checkpoint,
                     )
+
+    def _recomputed(self, way: Way, candidate: Candidate | None, best: float, room_bytes: int) -> Candidate | None:
+        """With as few blocks run again as fit, where `candidate` does not fit without any, or fits with all of them."""
+        is_lean = way.checkpoint != "none"
+        fits = candidate is not None and candidate.fits
+        evaluator, (schedule, _), zero = way.evaluator, way.pipeline, way.zero
+        if self.setting.pins.activation_checkpoint is not None or fits != is_lean:
+            return None
+        if get_schedule(schedule).refuse_policies(zero, MIXED):
+            return None
+        if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
+            return None
+        stages = candidate.stages if candidate else self._cut(evaluator, way.pipeline, zero, way.checkpoint)
+        hbm_bytes = self.devices.of(evaluator.mesh).hbm_bytes
+        recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
+        missing = [0] * len(hbm_bytes)
+        for _ in range(_MOST_CORRECTIONS):
+            checkpoint = recomputation.least(missing)
+            if checkpoint is None:
+                return None
+            found = self._costed(evaluator, stages, schedule, zero, checkpoint, best)
+            if found.fits:
+                return found if candidate is None or not fits else min(candidate, found, key=rank)
+            short = (memory["total"] - size for memory, size in zip(found.cost.rank_memory, hbm_bytes, strict=True))
+            missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
+        return None
 
     def _candidate(self, way: Way, known_seconds: float) -> Candidate | None:
         return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)

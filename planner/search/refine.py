@@ -14,7 +14,7 @@ from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..checkpointing import name_of
+from ..checkpointing import Checkpointing, name_of
 from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from .assignment import NoAssignment
@@ -102,10 +102,17 @@ class Refiner:
         return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive)
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Plans of the candidate's mesh and cut, under every policy, as the whole program places them."""
-        yield from self._placed(candidate.outer, candidate.schedule, (candidate.stages,), candidate.cost.step_seconds)
+        """Plans of the candidate's mesh and cut, as the whole program places them: under every policy for all blocks,
+        and under the candidate's own."""
+        checkpoints = checkpoints_for(self.setting.graph, self.setting.pins)
+        if candidate.activation_checkpoint not in checkpoints:
+            checkpoints = (*checkpoints, candidate.activation_checkpoint)
+        known = candidate.cost.step_seconds
+        yield from self._placed(candidate.outer, candidate.schedule, (candidate.stages,), checkpoints, known)
 
-    def _placed(self, mesh: Mesh, schedule: str, cuts: Sequence[Cut], known: float) -> Iterator[Candidate]:
+    def _placed(
+        self, mesh: Mesh, schedule: str, cuts: Sequence[Cut], checkpoints: Sequence[Checkpointing], known: float
+    ) -> Iterator[Candidate]:
         try:
             joint = self.joint(mesh)
         except NoAssignment:
@@ -113,7 +120,6 @@ class Refiner:
         if joint is None:
             return
         shardings = shardings_for(mesh, self.setting.pins, self.setting.cluster)
-        checkpoints = checkpoints_for(self.setting.graph, self.setting.pins)
         for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
             if get_schedule(schedule).refuse_policies(zero, name_of(checkpoint)):
                 continue
@@ -148,6 +154,7 @@ class Refiner:
 
     def rescue(self, meshes: Iterable[Mesh], found: Sequence[Candidate]) -> Candidate | None:
         """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""
+        checkpoints = checkpoints_for(self.setting.graph, self.setting.pins)
         fitting: list[Candidate] = []
         for mesh in meshes:
             schedule, per_rank = pipelines_for(mesh, self.setting.pins, num_cuttable(self.setting.graph))[0]
@@ -156,7 +163,7 @@ class Refiner:
             if len(cuts) > _MOST_CUTS:
                 known = (candidate.stages for candidate in found if candidate.outer == mesh)
                 cuts = tuple(dict.fromkeys(stages for stages in known if len(stages) == num_stages))
-            fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, inf) if plan.fits)
+            fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, checkpoints, inf) if plan.fits)
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
 
 
