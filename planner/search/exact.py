@@ -1,10 +1,10 @@
 """All choices together, nothing pruned that is not proven: the search behind `--exact`.
 
-A leaf is a mesh, a number of microbatches, a cut, a schedule, a ZeRO stage and recomputation; its placements over all
-axes are the integer program of `step_model.py`, whose optimum no plan of the leaf beats. Leaves whose bound reaches the
-best plan known are dropped. In a leaf that is left, the program gives one assignment after the other, cheapest first;
-each is lowered, priced and checked against memory as any plan is, and then forbidden, until the program's optimum
-reaches the best plan. What is then best is best of all.
+A leaf is a mesh, a number of microbatches, a cut, a schedule, a ZeRO stage and recomputation of every block; its
+placements over all axes are the integer program of `step_model.py`, whose optimum no plan of the leaf beats. Leaves
+whose bound reaches the best plan known are dropped. In a leaf that is left, the program gives one assignment after the
+other, cheapest first; each is lowered, priced and checked against memory as any plan is, and then forbidden, until the
+program's optimum reaches the best plan. What is then best is best of all.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from .assignment import NoAssignment
 from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
+from .recompute import every_mix
 from .step_model import Policy, StepModel
 from .step_uses import Uses
 
@@ -96,17 +98,16 @@ class ExactSearch:
             return True
         for zero, replicas in shardings_for(mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in checkpoints_for(self.setting.graph, self.setting.pins):
-                policy = Policy(
-                    stages=None,
-                    zero=zero,
-                    schedule="none",
-                    activation_checkpoint=checkpoint,
-                    replicas=replicas,
-                    fills=_fills(self.setting, uses),
-                )
+                policy = self._any_cut(uses, zero, replicas, checkpoint)
                 bound = self._relaxed(built, uses, alive, policy)
                 if not self._closed(bound):
                     leaves.extend(self._cuts(mesh, uses, policy, bound))
+            if self.setting.pins.activation_checkpoint is None:
+                # No mix is faster than no recomputation, which need not fit.
+                policy = self._any_cut(uses, zero, replicas, "none")
+                bound = self._relaxed(built, uses, alive, replace(policy, must_fit=False))
+                if not self._closed(bound):
+                    leaves.extend(self._mixes(mesh, uses, policy, bound))
         leaves.sort(key=lambda leaf: leaf[0])
         for bound, policy in leaves:
             if self._closed(bound):
@@ -115,6 +116,16 @@ class ExactSearch:
                 self.open_bound = min(self.open_bound, leaves[0][0])
                 return False
         return True
+
+    def _any_cut(self, uses: Uses, zero: int, replicas: int, checkpoint: Checkpointing) -> Policy:
+        return Policy(
+            stages=None,
+            zero=zero,
+            schedule="none",
+            activation_checkpoint=checkpoint,
+            replicas=replicas,
+            fills=_fills(self.setting, uses),
+        )
 
     def _relaxed(self, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> float:
         """A bound of all cuts and schedules; infinite where none fits in memory."""
@@ -131,6 +142,14 @@ class ExactSearch:
         for schedule, per_rank in pipelines_for(mesh, pins, last - 1, policy.zero, checkpoint):
             for stages in every_cut(last, mesh.pp * per_rank):
                 yield bound, replace(policy, schedule=schedule, stages=stages)
+
+    def _mixes(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
+        """Every cut and schedule with blocks under several policies."""
+        graph = uses.space.graph
+        for schedule, per_rank in pipelines_for(mesh, self.setting.pins, len(graph.units) - 1, policy.zero or 0, MIXED):
+            for stages in every_cut(len(graph.units), mesh.pp * per_rank):
+                for mix in every_mix(graph, stages):
+                    yield bound, replace(policy, schedule=schedule, stages=stages, activation_checkpoint=mix)
 
     def _leaf(self, mesh: Mesh, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> bool:
         """Assignments of one leaf, cheapest first, until no other can be better. False: the time was up."""

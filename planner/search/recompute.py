@@ -31,10 +31,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from math import inf
 
 from ...cost_models.memory import FRAGMENTATION_FRACTION
+from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing, in_short, is_block
 from ..schedules import kept_at_once, stages_by_rank
 from .evaluate import Evaluator
@@ -245,12 +246,45 @@ class Recomputation:
     @cached_property
     def _repeated(self) -> frozenset[int]:
         """Blocks whose module is called by several units."""
-        graph = self.evaluator.graph
-        calls: dict[str, list[int]] = {}
-        for unit, each in enumerate(graph.units):
-            if is_block(graph, unit):
-                calls.setdefault(each.fqn, []).append(unit)
-        return frozenset(unit for units in calls.values() if len(units) > 1 for unit in units)
+        return frozenset(unit for units in repeated_calls(self.evaluator.graph).values() for unit in units)
 
 
-__all__ = ["Blocks", "Recomputation", "least_seconds"]
+def every_mix(graph: ModelGraph, stages: Sequence[tuple[int, int]]) -> Iterator[tuple[str, ...]]:
+    """Every choice of policies that are not all alike: by stage and template counts of full and selective blocks, the
+    first of a stage full; calls of one module are alike."""
+    repeated = sorted(repeated_calls(graph).values())
+    inside = {unit for units in repeated for unit in units}
+    groups: dict[tuple[int, int], list[int]] = {}
+    for s, (first, last) in enumerate(stages):
+        for unit in range(max(first, 1), last):
+            if is_block(graph, unit) and unit not in inside:
+                groups.setdefault((s, graph.units[unit].template), []).append(unit)
+    choices = [list(_runs(units)) for units in groups.values()]
+    choices += [[dict.fromkeys(units, policy) for policy in POLICIES] for units in repeated]
+    for chosen in product(*choices):
+        named = {unit: policy for each in chosen for unit, policy in each.items()}
+        policies = in_short(graph, tuple(named.get(unit, _NONE) for unit in range(len(graph.units))))
+        if not isinstance(policies, str):
+            yield policies
+
+
+def _runs(units: Sequence[int]) -> Iterator[dict[int, str]]:
+    """The first i blocks full, those up to j selective, the rest none."""
+    for i in range(len(units) + 1):
+        for j in range(i, len(units) + 1):
+            yield {
+                unit: _FULL if position < i else _SELECTIVE if position < j else _NONE
+                for position, unit in enumerate(units)
+            }
+
+
+def repeated_calls(graph: ModelGraph) -> dict[str, list[int]]:
+    """Module -> the blocks that are its calls, where there are several."""
+    calls: dict[str, list[int]] = {}
+    for unit, each in enumerate(graph.units):
+        if is_block(graph, unit):
+            calls.setdefault(each.fqn, []).append(unit)
+    return {fqn: units for fqn, units in calls.items() if len(units) > 1}
+
+
+__all__ = ["Blocks", "Recomputation", "every_mix", "least_seconds"]

@@ -95,7 +95,8 @@ class StepModel:
     def _step(self, units: StepUnits) -> Linear:
         self.units: dict[tuple[int, str], UnitTerms] = {}
         for key in dict.fromkeys(map(self._kind, range(len(self.space.graph.units)))):
-            self.units[key] = units.template(*key)
+            is_mixed = not isinstance(self.policy.activation_checkpoint, str)
+            self.units[key] = units.template(*key, is_mixed=is_mixed)
         self.edges = units.edges()
         if self.policy.stages is None:
             return self._any_cut()

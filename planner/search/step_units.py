@@ -46,8 +46,8 @@ class StepUnits:
             (t, name) for (t, name, _), use in uses.operations.items() if use.is_view
         }  # fmt: skip
 
-    def template(self, t: int, recompute: str) -> UnitTerms:
-        """One unit without its edges. `recompute`: "none", "selective" or "full"."""
+    def template(self, t: int, recompute: str, *, is_mixed: bool = False) -> UnitTerms:
+        """One unit without its edges. `recompute`: "none", "selective" or "full"; `is_mixed`: others have another."""
         template = self.space.graph.templates[t]
         operations = [node for node in template.nodes if node.kind is Kind.OP]
         inner = [index for index, owner in enumerate(self._owners()) if owner == t]
@@ -80,7 +80,7 @@ class StepUnits:
         back, returned, host_backward = pass_cost(1, operations, every)
         forward = sum_of([(ahead, 1.0), (sent, 1.0)])
         backward = sum_of([(back, 1.0), (returned, 1.0)])
-        kept = self._kept(t, operations, without=self._shared_inputs(t, recompute=False))
+        kept = self._kept(t, operations, without=self._shared_inputs(t, is_alike=False))
         results = [self._results_bytes(t, node.name) for node in operations]
         temporary = results
         if recompute != "none":
@@ -91,7 +91,7 @@ class StepUnits:
             if recompute == "full":
                 kept = self._kept(t, operations)
                 temporary = [sum_of([(result, 1.0), (kept, 1.0)]) for result in results] or [kept]
-            kept = self._inputs_bytes(t, without=self._shared_inputs(t, recompute=True))
+            kept = self._inputs_bytes(t, without=self._shared_inputs(t, is_alike=not is_mixed))
             if recompute == "selective":
                 add(kept, self._products_bytes(t, operations))
         column = self.columns.column("M")
@@ -208,10 +208,11 @@ class StepUnits:
             node = template.by_name[ref.node]
         return ref
 
-    def _shared_inputs(self, t: int, *, recompute: bool) -> frozenset[str]:
+    def _shared_inputs(self, t: int, *, is_alike: bool) -> frozenset[str]:
         """Inputs whose memory another unit may keep as well: several read it, or its maker keeps it (or passes it on).
 
-        A stage counts such memory once, so that it is no part of every unit's bytes.
+        A stage counts such memory once, so that it is no part of every unit's bytes. `is_alike`: all blocks run again,
+        and so keep nothing that they make but results of products.
         """
         graph = self.space.graph
         reads = Counter(value for unit in graph.units for value in unit.inputs)
@@ -226,7 +227,8 @@ class StepUnits:
                 root = self._root(maker, graph.templates[maker].outputs[value.output])
                 source = graph.templates[maker].by_name[root.node]
                 passes_on = source.kind is Kind.INPUT or bool(kept_kernels(source.op))
-                if reads[value] > 1 or passes_on or (not recompute and root in self._keepable(maker)):
+                may_keep = not (is_alike and graph.templates[maker].is_module)
+                if reads[value] > 1 or passes_on or (may_keep and root in self._keepable(maker)):
                     found.add(node.name)
         return frozenset(found)
 

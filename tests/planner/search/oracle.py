@@ -28,6 +28,7 @@ class Price:
     seconds: float
     rank_memory: tuple[int, ...]  # by pipeline rank
     what: str
+    policies: tuple[str, ...] = ()  # of the blocks
 
     @property
     def memory_bytes(self) -> int:
@@ -80,16 +81,19 @@ def every_plan(graph: ModelGraph, gpus: int, machine: Machine, stack, pins: Pins
             if pins.microbatch_size not in (None, graph.batch_size // dp // microbatches):
                 continue
             mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, microbatches=microbatches)
-            yield from plans_on(graph, mesh, machine, stack, batch.placements)
+            yield from plans_on(graph, mesh, machine, stack, batch.placements, pins)
 
 
 def divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
-def plans_on(graph, mesh, machine: Machine, stack, batch_labels) -> Iterator[Price]:
+def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterator[Price]:
     cluster = machine.cluster
     units = len(graph.units)
+    # Each block by itself, whatever stage it is on.
+    are_blocks = [graph.templates[unit.template].is_module for unit in graph.units]
+    policies = list(product(*(("none", "selective", "full") if each else ("none",) for each in are_blocks)))
     for placements in every_placement(graph, mesh, batch_labels):
         evaluators = {
             replicas: Evaluator(
@@ -108,12 +112,16 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels) -> Iterator[Pri
         except (KeyError, ValueError):
             continue
         for schedule, per_rank in pipelines(mesh):
+            if pins.schedule not in (None, schedule):
+                continue
             for ends in combinations(range(2, units), mesh.pp * per_rank - 1):
                 bounds = (0, *ends, units)
                 stages = tuple(zip(bounds, bounds[1:], strict=False))
                 for zero, replicas in shardings(mesh, cluster):
-                    for checkpoint in ("none", "selective", "full"):
-                        if schedule.startswith("zero-bubble") and (zero == 3 or checkpoint != "none"):
+                    if pins.zero not in (None, zero):
+                        continue
+                    for checkpoint in policies:
+                        if schedule.startswith("zero-bubble") and (zero == 3 or any(p != "none" for p in checkpoint)):
                             continue  # the backward is split
                         try:
                             cost = evaluators[replicas].evaluate(
@@ -122,7 +130,9 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels) -> Iterator[Pri
                         except (KeyError, ValueError):
                             continue
                         what = f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {placements}"
-                        yield Price(cost.step_seconds, tuple(each["total"] for each in cost.rank_memory), what)
+                        blocks = tuple(p for p, each in zip(checkpoint, are_blocks, strict=True) if each)
+                        memory = tuple(each["total"] for each in cost.rank_memory)
+                        yield Price(cost.step_seconds, memory, what, blocks)
 
 
 def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:
