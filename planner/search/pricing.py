@@ -179,7 +179,7 @@ class Pricer:
                 return None
             found = self._costed(evaluator, stages, schedule, zero, checkpoint, best)
             if found.fits:
-                return found if candidate is None or not fits else min(candidate, found, key=rank)
+                return best_of([candidate, found] if candidate is not None and fits else [found])[0]
             short = (memory["total"] - size for memory, size in zip(found.cost.rank_memory, hbm_bytes, strict=True))
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
         return None
