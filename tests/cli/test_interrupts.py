@@ -39,7 +39,7 @@ FILES = {"collectives.py", "launch.sh", "plan.json", "sharded_model.py", "train.
 # What a child does before it runs the command; each says HERE when the moment has come.
 SOLVER = """
 import random, pulp
-from autopar.planner.search import placements_ilp
+from autopar.planner.search import placements_ilp, stages_ilp, step_model
 solve = placements_ilp.run_solver
 
 def long(lp, **options):
@@ -52,7 +52,8 @@ def long(lp, **options):
     print("HERE", file=sys.stderr, flush=True)
     return solve(hard, as_mip=True, time_limit_seconds=60)
 
-placements_ilp.run_solver = long
+for module in (placements_ilp, stages_ilp, step_model):
+    module.run_solver = long
 """
 RENDERED = """
 from pathlib import Path
@@ -145,7 +146,7 @@ def is_clean(err: str) -> bool:
 
 @pytest.mark.parametrize(
     ("arguments", "patch"),
-    [(("--set", "waits=true"), ""), ((), SOLVER), ((), RENDERED)],
+    [(("--set", "waits=true"), ""), (("--exact",), SOLVER), ((), RENDERED)],
     ids=["in the model file", "in the solver", "before the package is there"],
 )
 def test_ctrl_c_while_planning(folder: Path, arguments: tuple[str, ...], patch: str) -> None:
