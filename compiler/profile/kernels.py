@@ -6,12 +6,11 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 
 import torch
 import torch.nn.functional as F
 
-from .timing import Stopwatch
+from .timing import Stopwatch, cold_copies
 
 _CHAIN = 32
 _TINY = (8, 8)
@@ -26,7 +25,7 @@ _CUDA_SHAPES = (
     (128, 4096, 4096), (512, 4096, 4096), (2048, 8192, 2048), (2048, 2048, 8192), (4096, 1024, 4096),
     (8192, 4096, 1024), (4096, 14336, 4096), (4096, 4096, 14336), (3000, 3000, 3000), (4096, 4096, 256),
 )  # fmt: skip
-_COLD_BYTES, _MOST_COPIES = 64 << 20, 64
+_KEPT_RESULTS = 16
 _LARGEST_SLOW_SHAPE = 1 << 24  # multiply-adds; dtypes without units of their own are slow
 _STREAM_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))
 _ATTENTION_KEYS = (64, 256, 1024)
@@ -82,12 +81,8 @@ def measure_products(device: str, dtype: str, *, is_slow: bool) -> tuple[Product
         if is_slow and m * n * k > _LARGEST_SLOW_SHAPE:
             continue
         # A step comes back to an operand after others have taken its place in the caches, and keeps what it makes.
-        copies = max(1, min(_COLD_BYTES // ((m * k + n * k + m * n) * kind.itemsize), _MOST_COPIES))
-        rows, columns = ((m, k), (k, m)), ((n, k), (k, n))
-        x, back, weight, other = (
-            cycle([torch.randn(shape, device=device, dtype=kind) for _ in range(copies)]) for shape in (*rows, *columns)
-        )
-        kept: deque[torch.Tensor] = deque(maxlen=copies)
+        x, back, weight, other = (cold_copies(shape, device, dtype=kind) for shape in ((m, k), (k, m), (n, k), (k, n)))
+        kept: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         layouts: tuple[Callable[[], object], ...] = (
             lambda x=x, w=weight, kept=kept: kept.append(F.linear(next(x), next(w))),
             lambda x=x, w=other, kept=kept: kept.append(torch.mm(next(x), next(w))),

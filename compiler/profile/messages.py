@@ -6,19 +6,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .timing import Stopwatch, short_work
+from .timing import Stopwatch, cold_copies, short_work
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 _CPU_BYTES = (256, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 _CUDA_BYTES = (1 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 _LARGEST_QUICK = 1 << 20
-_COLD_BYTES, _MOST_COPIES = 64 << 20, 64
 _REPEATS, _ATTEMPTS = 24, 16
 _LEAST_SECONDS = 1e-6
 
@@ -65,9 +63,8 @@ def _message(
     """What every rank runs after its work: the message; both directions and the other's work of a send."""
     count = max(num_bytes // 4 // size, 1) * size
     # What a step sends it has just made, and other memory every time.
-    copies = max(1, min(_COLD_BYTES // num_bytes, _MOST_COPIES))
-    wholes, others = (cycle([torch.zeros(count, device=device) for _ in range(copies)]) for _ in range(2))
-    parts = cycle([torch.zeros(count // size, device=device) for _ in range(copies)])
+    wholes, others = (cold_copies((count,), device) for _ in range(2))
+    parts = cold_copies((count // size,), device)
     rank = dist.get_rank()
     if op == "all_reduce":
         return lambda: dist.all_reduce(next(wholes), group=group)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from math import prod
 
 import torch
 
 _BLOCK_SECONDS = 1e-3
 _NUM_BLOCKS = 24
+_COLD_BYTES, _MOST_COPIES = 64 << 20, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,13 @@ def short_work(watch: Stopwatch) -> Callable[[], object]:
     size = 256 if watch.is_cpu else 4096
     a = torch.randn(size, size, device=watch.device)
     return lambda: torch.mm(a, a)
+
+
+def cold_copies(shape: Sequence[int], device: str, *, dtype: torch.dtype = torch.float32) -> cycle[torch.Tensor]:
+    """Tensors in turn, as many as it takes until the first is in no cache any more when it comes again."""
+    num_bytes = max(1, prod(shape)) * dtype.itemsize
+    count = max(1, min(_COLD_BYTES // num_bytes, _MOST_COPIES))
+    return cycle([torch.randn(*shape, device=device, dtype=dtype) for _ in range(count)])
 
 
 def lower_quartile(values: list[float]) -> float:

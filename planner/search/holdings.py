@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from ..sharding.program import ModelProgram
 from .held_parameters import HeldParameter, held_of, padded_bytes, parameter_bytes, parameters_of, unused_parameters
@@ -153,10 +154,7 @@ def stage_holdings(program: ModelProgram, first: int, last: int, sharing: frozen
 
 def num_elements(parameter: HeldParameter) -> int:
     """Elements on one rank, before dp shards them."""
-    count = 1
-    for size in parameter.shape:
-        count *= size
-    return count
+    return prod(parameter.shape)
 
 
 __all__ = ["Counted", "Holdings", "num_elements", "stage_holdings"]

@@ -1,4 +1,4 @@
-"""PuLP model -> solved by HiGHS, or by CBC where that is missing.
+"""PuLP model -> solved by HiGHS.
 
 PuLP hands HiGHS its model column by column and row by row, and looks for new columns in every row three times. Programs
 here are many and small, so that takes longer than solving them: the whole model is handed over at once instead.
@@ -16,25 +16,24 @@ from typing import Any
 
 import pulp
 
+from ...cost_models.errors import AutoparError
 from .assignment import NoAssignment
 
 
-def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> str:
-    """Solve with HiGHS, or with CBC where that is missing; one thread, silent, repeatable. The solver's name.
+def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> None:
+    """Solve on one thread, silent and repeatable.
 
     Raises:
         NoAssignment: infeasible, or no solution within the time limit.
+        AutoparError: HiGHS is not installed.
     """
     solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, mip_rel_gap=1e-9)
-    name = "HiGHS"
     if not solver.available():
-        name = "CBC"
-        solver = pulp.PULP_CBC_CMD(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, gapRel=1e-9)
+        raise AutoparError("the solver HiGHS is missing", fix="pip install highspy")
     with _quiet_stdout():
         lp.solve(solver)
     if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise NoAssignment
-    return name
 
 
 class _HiGHS(pulp.HiGHS):

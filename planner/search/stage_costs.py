@@ -5,7 +5,7 @@ Units are priced by `unit_costs.py`, what parameters take by `parameter_seconds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -246,15 +246,18 @@ class StageCosts:
     def states(self, zero: int) -> tuple[float, ...]:
         """Parameters, gradients and optimizer state of every unit but the prelude."""
         if zero not in self._states:
-            known: dict[int, float] = {}
-            found: list[float] = []
-            for index in range(1, len(self.kinds.templates)):
-                alike = index if index in self.kinds.sharing else -1 - self.kinds.templates[index]
-                if alike not in known:
-                    known[alike] = self._unit_states(index, zero)
-                found.append(known[alike])
-            self._states[zero] = tuple(found)
+            found = self._by_template(lambda index: self._unit_states(index, zero))
+            shared = {index: self._unit_states(index, zero) for index in self.kinds.sharing if index}
+            self._states[zero] = tuple(shared.get(index, size) for index, size in enumerate(found, start=1))
         return self._states[zero]
+
+    def _by_template(self, of_unit: Callable[[int], float]) -> Iterator[float]:
+        """A number for every unit but the prelude, worked out for one of each template; 0 where units share tensors."""
+        known: dict[int, float] = {}
+        for index, template in enumerate(self.kinds.templates[1:], start=1):
+            if index not in self.kinds.sharing and template not in known:
+                known[template] = of_unit(index)
+            yield 0.0 if index in self.kinds.sharing else known[template]
 
     def _unit_states(self, index: int, zero: int) -> float:
         stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
@@ -275,17 +278,7 @@ class StageCosts:
     def least_states(self, zero: int) -> tuple[float, ...]:
         """Bytes of every unit but the prelude that its stage holds throughout, at least; of tied ones another may."""
         if zero not in self._least_states:
-            known: dict[int, float] = {}
-            found: list[float] = []
-            for index in range(1, len(self.kinds.templates)):
-                template = self.kinds.templates[index]
-                if index in self.kinds.sharing:
-                    found.append(0.0)
-                    continue
-                if template not in known:
-                    known[template] = self._least_unit_states(index, zero)
-                found.append(known[template])
-            self._least_states[zero] = tuple(found)
+            self._least_states[zero] = tuple(self._by_template(lambda index: self._least_unit_states(index, zero)))
         return self._least_states[zero]
 
     def _least_unit_states(self, index: int, zero: int) -> float:
