@@ -15,8 +15,8 @@ from .builder import Builder
 from .cells import Cell, read_all
 from .flat import FlatGraph, FlatNode, ModuleCall
 from .folded.refusals import CannotFold
-from .graph import Arg, Kind, ModelInput, Ref, TensorType, refs_of
-from .rewrites import REWRITES, positive, symbols
+from .graph import Kind, ModelInput, Ref, TensorType
+from .spelling import append, append_functional, written_argument
 from .stamps import Stamp, make_stamp
 from .unview import unview_of
 from .user_lines import in_stack_trace
@@ -24,9 +24,6 @@ from .user_lines import in_stack_trace
 if TYPE_CHECKING:
     from .folded.block_calls import BlockCall
 
-# Names of arguments that hold dims of the first tensor argument.
-_DIM_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "dim2", "dimension", "axis")
-_NEW_DIM_OPS = ("unsqueeze", "stack")
 _PREFIX = "model."  # the user's module inside the training step
 # Operations that write their buffers as a known side effect; the rules know it.
 _UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
@@ -222,11 +219,12 @@ class Translator:
             )
         out = tuple(tensor_type(value) for value in results)
         bound = self._bound(target, node.args, node.kwargs)
-        written = _written_argument(target) if op not in _UPDATES_STATISTICS else None
+        written = written_argument(target) if op not in _UPDATES_STATISTICS else None
         if written is not None:
             self._in_place(node, target, written, bound, out)
             return
-        refs = self._emit(target, {name: read_all(value) for name, value in bound.items()}, out)
+        operands = {name: read_all(value) for name, value in bound.items()}
+        refs = append(self.builder, target, operands, out, autocast=self.autocast)
         cells = tuple(
             self._view_or_new(target, bound, ref, value, index, out)
             for index, (ref, value) in enumerate(zip(refs, results, strict=True))
@@ -237,57 +235,6 @@ class Translator:
         given = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)}
         given.update(kwargs)
         return {name: self._value(value) for name, value in given.items()}
-
-    def _emit(
-        self, target: torch._ops.OpOverload, bound: dict[str, Any], out: tuple[TensorType, ...]
-    ) -> tuple[Ref, ...]:
-        """Append the operation in canonical form; `bound` holds the given arguments by name."""
-        op = str(target)
-        arguments = target._schema.arguments
-        if self.autocast:
-            bound = self._autocast(bound, out)
-        full = {a.name: bound.get(a.name, a.default_value) for a in arguments}
-        rewrite = REWRITES.get(op)
-        if rewrite is not None and (found := rewrite(self.builder, full, out)) is not None:
-            return found
-        bound = self._positive_dims(target, bound)
-        try:
-            positional, keywords = _split_arguments(target, bound)
-        except TypeError as error:
-            raise UnsupportedModel(f"{op}: {error}", where=self.builder.source) from error
-        return self.builder.outputs(self.builder.op(op, positional, out, keywords))
-
-    def _autocast(self, bound: dict[str, Any], out: tuple[TensorType, ...]) -> dict[str, Any]:
-        """Write out the casts of an autocast region: where the result's dtype is not what the operands promote to."""
-        floats = [ref for ref in refs_of(tuple(bound.values())) if _is_float(self.builder.type_of(ref).dtype)]
-        if not floats or not _is_float(out[0].dtype):
-            return bound
-        promoted = torch.float16
-        for index, ref in enumerate(floats):
-            dtype = getattr(torch, self.builder.type_of(ref).dtype)
-            promoted = dtype if index == 0 else torch.promote_types(promoted, dtype)
-        if str(promoted).removeprefix("torch.") == out[0].dtype:
-            return bound
-
-        def cast(arg: Any) -> Any:
-            if isinstance(arg, tuple):
-                return tuple(cast(item) for item in arg)
-            return self.builder.cast(arg, out[0].dtype) if isinstance(arg, Ref) and arg in floats else arg
-
-        return {name: cast(value) for name, value in bound.items()}
-
-    def _positive_dims(self, target: torch._ops.OpOverload, bound: dict[str, Any]) -> dict[str, Any]:
-        first = next(iter(refs_of(tuple(bound.values()))), None)
-        if first is None:
-            return bound
-        rank = len(self.builder.shape(first)) + (target._opname in _NEW_DIM_OPS)
-
-        def fix(value: Any) -> Any:
-            if isinstance(value, bool) or not isinstance(value, int | tuple):
-                return value
-            return positive(value, rank) if isinstance(value, int) else tuple(fix(item) for item in value)
-
-        return {name: fix(value) if name in _DIM_ARGUMENTS else value for name, value in bound.items()}
 
     def _in_place(
         self,
@@ -306,26 +253,11 @@ class Translator:
             self._env[node] = cell
             return
         operands = {name: read_all(value) for name, value in bound.items()}
-        new = self._functional(target, operands, self.builder.type_of(cell.read()))
+        new = append_functional(
+            self.builder, target, operands, self.builder.type_of(cell.read()), autocast=self.autocast
+        )
         cell.write(new)
         self._env[node] = cell
-
-    def _functional(self, target: torch._ops.OpOverload, operands: dict[str, Any], out: TensorType) -> Ref:
-        name = target._opname.removesuffix("_")
-        if name == "copy":
-            return self.builder.expand(self.builder.cast(operands["src"], out.dtype), out.shape)
-        if name == "zero":
-            return self.builder.op("aten.zeros_like.default", (operands["self"],), out)
-        if name == "fill" and not isinstance(operands["value"], Ref):
-            return self.builder.op("aten.full_like.default", (operands["self"], operands["value"]), out)
-        packet = getattr(torch.ops.aten, name, None)
-        overload = getattr(packet, target._overloadname, None) if packet is not None else None
-        if overload is None or not target._opname.endswith("_") or target.namespace != "aten":
-            raise UnsupportedModel(
-                f"{target} writes in place and has no functional form", where=self.builder.source,
-                fix="write it out of place",
-            )  # fmt: skip
-        return self.builder.cast(self._emit(overload, operands, (out,))[0], out.dtype)
 
     # Views
 
@@ -349,7 +281,7 @@ class Translator:
 
         def view(base: Ref) -> Ref:
             operands = {key: base, **{name: read_all(arg) for name, arg in arguments.items()}}
-            return self._emit(target, operands, out)[index]
+            return append(self.builder, target, operands, out, autocast=self.autocast)[index]
 
         def unview(base: Ref, new: Ref) -> Ref:
             return unview_of(self.builder, target, base, new, arguments, index=index, where=where)
@@ -369,49 +301,12 @@ def _flat(arg: Any) -> tuple[Any, ...]:
     return tuple(arg) if isinstance(arg, list | tuple) else (arg,)
 
 
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
-
-
 def _storage(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
 def _is_effectless(target: torch._ops.OpOverload) -> bool:
     return target._opname.startswith(("_assert", "sym_constrain"))
-
-
-def _written_argument(target: torch._ops.OpOverload) -> str | None:
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return argument.name
-    return None
-
-
-def _split_arguments(
-    target: torch._ops.OpOverload, bound: Mapping[str, Any]
-) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Positional arguments as far as given, then keyword-only ones that differ from their default."""
-    positional: list[Arg] = []
-    waiting: list[Arg] = []
-    keywords: list[tuple[str, Arg]] = []
-    for argument in target._schema.arguments:
-        given = argument.name in bound
-        value = symbols(bound[argument.name] if given else argument.default_value)
-        if argument.kwarg_only:
-            if (
-                given
-                and value is not None
-                and argument.name not in ("pin_memory", "layout")
-                and value != argument.default_value
-            ):
-                keywords.append((argument.name, value))
-        elif given:
-            positional.extend([*waiting, value])
-            waiting = []
-        else:
-            waiting.append(value)
-    return tuple(positional), tuple(keywords)
 
 
 def _calls(node: fx.Node) -> tuple[ModuleCall, ...]:
