@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from ....cost_models.units import format_seconds
 from ....planner.capture.graph import Value
@@ -15,13 +16,15 @@ from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import loss_axes, reduced_axes
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
-from ...text import comment, layout, literal, quote
+from ...text import LINE_WIDTH, comment, layout, literal, quote
 from . import module_functions, step_functions, zero1_functions
 from .blocks import block_class
 from .modules import Modules
 from .options import Options
 from .stages import has_groups, stage_classes
 from .tensors import DEFAULT_DTYPE
+
+_MOST_SHOWN = 8  # stages whose seconds are listed one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
         policy.append(mixed or f"activation checkpointing {options.activation_checkpoint}")
     title = f"{modules.graph.name} on {mesh.world_size} ranks: {', '.join((sizes, *policy))}."
     lines = [
-        f'"""{_text(title)}',
+        *wrap(f'"""{_text(title)}', LINE_WIDTH, break_long_words=False, break_on_hyphens=False),
         "",
         f"Written by autopar {_text(provenance.version)} from {_text(provenance.source)}.",
         f"Plan {_text(provenance.plan)}. It needs PyTorch only; edit freely.",
@@ -82,6 +85,16 @@ def _predicted(options: Options) -> Iterator[str]:
     if parts:
         inside = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())
         yield f"Predicted step: {format_seconds(sum(parts.values()))} ({inside})."
+
+
+def _spread(options: Options) -> str:
+    """How long the stages take, each where they are few."""
+    seconds = options.stage_seconds
+    if not seconds:
+        return ""
+    if len(seconds) > _MOST_SHOWN:
+        return f"; predicted {format_seconds(min(seconds))} to {format_seconds(max(seconds))} per microbatch"
+    return f"; predicted {', '.join(map(format_seconds, seconds))} per microbatch"
 
 
 def _text(value: str) -> str:
@@ -135,7 +148,7 @@ def _runtime_import(calls: frozenset[str]) -> list[str]:
 
 def layout_import(names: Sequence[str]) -> list[str]:
     line = f"from collectives import {', '.join(names)}"
-    if len(line) <= 120:
+    if len(line) <= LINE_WIDTH:
         return [line]
     return ["from collectives import (", *(f"    {name}," for name in names), ")"]
 
@@ -156,9 +169,7 @@ def _constants(modules: Modules) -> Iterator[str]:
         ranges = ", ".join(
             f"range({last})" if first == 0 else f"range({first}, {last})" for first, last in modules.layers.ranges
         )
-        seconds = [format_seconds(value) for value in options.stage_seconds]
-        note = f"of {modules.layers.parent}" + (f"; predicted {', '.join(seconds)} per microbatch" if seconds else "")
-        yield from layout(f"STAGE_LAYERS = ({ranges})", "", note)
+        yield from layout(f"STAGE_LAYERS = ({ranges})", "", f"of {modules.layers.parent}{_spread(options)}")
     if modules.looked_up:
         yield "# Blocks that the backward computes again instead of keeping what they save."
         for policy in ("full", "selective"):

@@ -13,7 +13,7 @@ from autopar.planner.placements import program_of
 from autopar.planner.plan_json import read_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SLOW = ("gpt_pp2_dp2_tp2", "llama_dp2_tp2", "resnet_pp2", "mlp_pp2_dp2_tp2")
+SLOW = ("gpt_pp2_dp2_tp2", "llama_dp2_tp2", "resnet_pp2", "mlp_pp2_dp2_tp2", "llama_pp4_dp2_interleaved_mixed")
 
 
 @pytest.mark.gloo
