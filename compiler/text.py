@@ -6,9 +6,12 @@ import ast
 import json
 import keyword
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 LINE_WIDTH = 120
 INDENT = "    "
+MOST_NUMBERS = 8  # that are written one by one
 
 
 def quote(text: str) -> str:
@@ -41,6 +44,15 @@ def literal(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
     raise TypeError(f"no literal: {value!r}")
+
+
+def numbers(values: Sequence[int]) -> str:
+    """Source of a tuple of numbers; many are written by runs: `(*[6] * 32, *[2] * 32)`."""
+    if len(values) <= MOST_NUMBERS:
+        return literal(tuple(values))
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    parts = [f"*[{value}] * {count}" if count > 1 else str(value) for value, count in runs]
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 
 
 def assigned_names(code: str) -> tuple[str, ...]:

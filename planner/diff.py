@@ -18,7 +18,7 @@ from .checkpointing import described
 from .errors import AutoparError, CheckFailed
 from .fqn_patterns import expand, natural
 from .plan import Plan, StagePlan
-from .sharding.mesh import ordered
+from .sharding.mesh import described_shares, ordered
 
 DIFF_SCHEMA_VERSION = 1
 
@@ -121,7 +121,7 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "cluster": ("cluster", "cluster_overrides", "gpus", "stack"),
-    "batch": ("batch_size", "microbatches"),
+    "batch": ("batch_size", "microbatches", "batch_shares"),
     "schedule": ("schedule", "stages_per_rank"),
     "zero": ("zero", "zero_shard_size"),
     "activation_checkpoint": ("activation_checkpoint",),
@@ -146,6 +146,8 @@ def _settings(old: Plan, new: Plan) -> Iterable[SettingChange]:
 def _setting(plan: Plan, name: str) -> str:
     if name == "cluster_overrides":
         return " ".join(f"{key}={value:g}" for key, value in sorted(plan.cluster_overrides.items())) or "none"
+    if name == "batch_shares":
+        return described_shares(plan.batch_shares) or "even"
     if name == "activation_checkpoint" and plan.checkpoint_by_block:
         return described(plan.checkpoint_by_block, names_blocks=True)
     if name != "model":

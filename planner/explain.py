@@ -12,7 +12,7 @@ from ..cost_models.units import format_bytes, format_count, format_seconds
 from .checkpointing import described
 from .errors import AutoparError
 from .plan import Alternative, Plan
-from .sharding.mesh import ordered
+from .sharding.mesh import described_shares, ordered
 from .tables import Table
 
 _CHECKPOINT = {
@@ -35,7 +35,9 @@ def decision_line(plan: Plan) -> str:
     parts = [format_mesh(plan.mesh)]
     samples = plan.batch_size // (plan.microbatches * plan.mesh.get("dp", 1))
     unit = "sample" if samples == 1 else "samples"
-    if plan.microbatches > 1:
+    if plan.batch_shares:
+        parts.append(f"{described_shares(plan.batch_shares)} microbatches of {samples} {unit} by dp rank")
+    elif plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches of {samples} {unit}")
     else:
         parts.append(f"one microbatch of {samples} {unit}")
@@ -196,7 +198,7 @@ def runner_up_table(plan: Plan) -> Table:
     rows = [
         (
             format_mesh(other.mesh),
-            str(other.microbatches),
+            described_shares(other.batch_shares) or str(other.microbatches),
             other.schedule if other.stages_per_rank == 1 else f"{other.schedule} x{other.stages_per_rank}",
             str(other.zero),
             other.activation_checkpoint,

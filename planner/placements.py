@@ -7,9 +7,10 @@ from .capture.graph import Kind, ModelGraph, Node, Template
 from .checkpointing import Checkpointing, by_unit
 from .errors import UnsupportedModel
 from .plan import Plan
-from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, splits_states
+from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, refuse_shares, splits_states
 from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
+from .sharding.shares import why_even, why_even_under
 
 _WHERE = "placements of the plan"
 
@@ -33,7 +34,15 @@ def mesh_of(plan: Plan) -> Mesh:
             where="zero_shard_size of the plan",
             fix="use a divisor of dp, times cp, with zero 2 or 3, or leave it out",
         )
-    return Mesh(**plan.mesh, microbatches=plan.microbatches, replicas=dp * cp // shards)
+    if plan.batch_shares and (reason := refuse_shares(plan.batch_shares, dp, plan.microbatches)):
+        raise AutoparError(
+            f"batch shares {', '.join(map(str, plan.batch_shares))}: {reason}",
+            where="batch_shares of the plan",
+            fix="write the microbatches of each dp rank, whose mean is microbatches, or leave them out",
+        )
+    return Mesh(
+        **plan.mesh, microbatches=plan.microbatches, replicas=dp * cp // shards, shares=tuple(plan.batch_shares)
+    )
 
 
 def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
@@ -100,12 +109,19 @@ def program_of(plan: Plan, graph: ModelGraph) -> ModelProgram:
     """The local programs that the plan describes.
 
     Raises:
-        AutoparError: as `placements_of`, or a conversion that does not exist.
+        AutoparError: as `placements_of`, a conversion that does not exist, or shares of the batch that cannot differ.
     """
     placements = placements_of(plan, graph)
     try:
-        return model_program(graph, placements, mesh_of(plan))
+        program = model_program(graph, placements, mesh_of(plan))
     except (KeyError, ValueError) as error:
         raise UnsupportedModel(
             f"these placements cannot be lowered: {error.args[0]}", where=_WHERE, fix="undo the edit, or plan again"
         ) from None
+    if program.mesh.shares and (reason := why_even_under(plan.zero, plan.stages_per_rank) or why_even(program)):
+        raise AutoparError(
+            f"dp ranks cannot take different numbers of microbatches: {reason}",
+            where="batch_shares of the plan",
+            fix="leave batch_shares out: all dp ranks then take as many",
+        )
+    return program

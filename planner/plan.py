@@ -56,7 +56,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePlan:
-    """Collectives of one rank in a whole step, of one kind, axis and payload size."""
+    """Collectives of one rank in a whole step, of one kind, axis and payload size; of the first dp rank."""
 
     stage: int  # rank on pp: the number of the stage, where ranks hold one
     axis: str  # "tp", "cp", "ep", "dp", "dp_cp", "dp_shard", "dp_replicate", "pp", "world", "tied"
@@ -82,6 +82,7 @@ class Alternative:
     time_breakdown_seconds: Mapping[str, float] = _optional()  # as of the plan
     memory_breakdown_bytes: Mapping[str, int] = _optional()  # component -> bytes, of the fullest stage
     stages_per_rank: int = 1
+    batch_shares: tuple[int, ...] = field(default=(), metadata={IS_OPTIONAL: True})  # as of the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     checkpoint_by_block: Mapping[str, str] = _optional()  # pattern -> policy of every block, where they are mixed
     zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks that ZeRO-2 and 3 split over; 0: all
+    # The microbatches of each dp rank where they differ; `microbatches` is then their mean. Empty: all take as many.
+    batch_shares: tuple[int, ...] = field(default=(), metadata={IS_OPTIONAL: True})
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...
     # By rank on pp, of all its stages together: component -> bytes. Empty where every rank holds one stage.
     rank_memory_bytes: tuple[Mapping[str, int], ...] = field(default=(), metadata={IS_OPTIONAL: True})

@@ -31,7 +31,7 @@ from .plan import (
     SolverReport,
     StagePlan,
 )
-from .sharding.mesh import written_mesh
+from .sharding.mesh import refuse_shares, written_mesh
 
 LINE_WIDTH = 120
 SIGNIFICANT_DIGITS = 6
@@ -291,6 +291,13 @@ def _check_facts(data: Json, where: str) -> None:
         f"$.batch_size {data['batch_size']} does not divide over dp={mesh['dp']} x {data['microbatches']} microbatches",
         "choose microbatches that divide batch_size / dp",
     )
+    shares = data.get("batch_shares", ())
+    reason = refuse_shares(shares, mesh["dp"], data["microbatches"]) if shares else ""
+    require(
+        not reason,
+        f"$.batch_shares is {_shown(shares)} with {data['microbatches']} microbatches: {reason}",
+        "write the microbatches of each dp rank, whose mean is microbatches, or leave batch_shares out",
+    )
     require(
         (mesh["pp"] == 1) == (data["schedule"] == "none"),
         f"$.schedule is {_shown(data['schedule'])} with pp={mesh['pp']}",
@@ -309,7 +316,10 @@ def _plan(data: Json) -> Plan:
     known["rank_memory_bytes"] = tuple(data.get("rank_memory_bytes", ()))
     known["tensor_shapes"] = {pattern: tuple(shape) for pattern, shape in data["tensor_shapes"].items()}
     known["collectives"] = tuple(CollectivePlan(**entry) for entry in data["collectives"])
-    known["alternatives"] = tuple(Alternative(**entry) for entry in data["alternatives"])
+    known["batch_shares"] = tuple(data.get("batch_shares", ()))
+    known["alternatives"] = tuple(
+        Alternative(**{**entry, "batch_shares": tuple(entry.get("batch_shares", ()))}) for entry in data["alternatives"]
+    )
     known["solver"] = SolverReport(**data["solver"])
     known["notes"] = tuple(data["notes"])
     return Plan(**known)

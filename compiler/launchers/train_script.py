@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
 from ...planner.schedules import get_schedule
+from ..text import layout, numbers
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -55,8 +56,11 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
         f"MODEL_NAME = {python_literal(plan.model.name)}",
         *_mapping_lines("MODEL_ARGUMENTS", plan.model.arguments),
         f"BATCH_SIZE = {plan.batch_size}",
-        f"DATA_PARALLEL = {plan.mesh.get('dp', 1)}",
-        f"MICROBATCHES = {plan.microbatches}",
+        *(
+            layout(f"BATCH_SHARES = {numbers(plan.batch_shares)}", "", "microbatches of each dp rank, all of one size")
+            if plan.batch_shares
+            else [f"DATA_PARALLEL = {plan.mesh.get('dp', 1)}", f"MICROBATCHES = {plan.microbatches}"]
+        ),
         *_mapping_lines("INPUT_BATCH_DIMS", {value.name: value.batch_dim for value in graph.inputs}),
         f"OPTIMIZER = {python_literal(plan.optimizer)}",
         f"PRECISION = {python_literal('bf16' if plan.precision == 'bf16' else 'fp32')}",
@@ -69,6 +73,7 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
         ranks=plan.gpus,
         mesh=mesh,
         constants="\n".join(constants),
+        has_shares=bool(plan.batch_shares),
         several_stages=get_schedule(plan.schedule).is_multi_stage,
         zero_1=plan.zero == 1 and plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1,
     )

@@ -90,6 +90,7 @@ def verify(
     found = VerifyReport(
         mesh=plan.mesh,
         microbatches=plan.microbatches,
+        batch_shares=plan.batch_shares,
         schedule=plan.schedule,
         zero=plan.zero,
         activation_checkpoint=described(plan.checkpoint_by_block) or plan.activation_checkpoint,
@@ -217,6 +218,7 @@ def _run(
             dtype=dtype,
             tolerance=tolerance,
             batch_dims={value.name: value.batch_dim for value in graph.inputs},
+            shares=plan.batch_shares,
             is_random=graph.is_random,
             timeout_seconds=timeout_seconds,
         )

@@ -29,7 +29,8 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """Everything a rank needs to know. `batch_dims`: model input -> its batch dim."""
+    """Everything a rank needs to know. `batch_dims`: model input -> its batch dim. `shares`: of the batch, by dp rank,
+    as in `Mesh`."""
 
     rank: int
     world_size: int
@@ -39,6 +40,7 @@ class RankJob:
     dtype: str
     tolerance: float
     batch_dims: Mapping[str, int | None]
+    shares: tuple[int, ...]
     is_random: bool
     timeout_seconds: float
 
@@ -91,7 +93,7 @@ def _verify(job: RankJob) -> RankResult:
         optimized = emitted.optimized(stage) if hasattr(emitted, "optimized") else stage
         for part in _parts(stage):
             emitted.load_full_state_dict(part, wanted.state)
-        inputs = share(wanted.inputs, job.batch_dims, mesh)
+        inputs = share(wanted.inputs, job.batch_dims, mesh, job.shares)
         compare = _Comparison(job.rank, job.tolerance)
         start = _snapshot(optimized)
         with dropout_off() if job.is_random else nullcontext():
@@ -135,15 +137,19 @@ def _verify(job: RankJob) -> RankResult:
 
 
 def share(
-    inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int | None], mesh: Any
+    inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int | None], mesh: Any, shares: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     """The samples of this rank's data-parallel share."""
     if "dp" not in mesh.mesh_dim_names:
         return dict(inputs)
     dp = mesh["dp"]
+    counts = shares or (1,) * dp.size()
 
     def mine(value: torch.Tensor, dim: int | None) -> torch.Tensor:
-        return value if dim is None else value.chunk(dp.size(), dim)[dp.get_local_rank()].contiguous()
+        if dim is None:
+            return value
+        samples = value.shape[dim] // sum(counts)
+        return value.split([count * samples for count in counts], dim)[dp.get_local_rank()].contiguous()
 
     return {name: mine(value, batch_dims[name]) for name, value in inputs.items()}
 

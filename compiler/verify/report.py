@@ -70,6 +70,7 @@ class VerifyReport:
     mismatches: tuple[CollectiveMismatch, ...] = ()
     failure: RankFailure | None = None
     notes: tuple[str, ...] = ()
+    batch_shares: tuple[int, ...] = ()  # as in the plan
 
     @property
     def ok(self) -> bool:
@@ -82,8 +83,9 @@ class VerifyReport:
     def lines(self, *, verbose: bool = False) -> tuple[str, ...]:
         """The report for people; `verbose` adds the traceback of a failed rank and every difference."""
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        microbatches = ",".join(map(str, self.batch_shares or (self.microbatches,)))
         found = [
-            f"{mesh} microbatches={self.microbatches} schedule={self.schedule} zero={self.zero} "
+            f"{mesh} microbatches={microbatches} schedule={self.schedule} zero={self.zero} "
             f"activation-checkpoint={self.activation_checkpoint} dtype={self.dtype}"
         ]
         if self.failure is not None:

@@ -42,6 +42,7 @@ class SavedJob:
     reference: str
     store: str
     batch_dims: Mapping[str, int | None]
+    shares: tuple[int, ...]
     timeout_seconds: float
 
 
@@ -89,7 +90,7 @@ def compare_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_secon
     found = []
     for index, stage in enumerate(plan.stages):
         mine = measured[index * ranks : (index + 1) * ranks]
-        kept = in_flight(plan.schedule, len(plan.stages), plan.microbatches)[index]
+        kept = in_flight(plan.schedule, len(plan.stages), max(plan.batch_shares, default=plan.microbatches))[index]
         states = ("parameters", "gradients", "optimizer")
         found.append(
             StageBytes(
@@ -127,6 +128,7 @@ def measure_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_secon
                     reference=reference,
                     store=os.path.join(folder, "store"),
                     batch_dims={value.name: value.batch_dim for value in graph.inputs},
+                    shares=plan.batch_shares,
                     timeout_seconds=timeout_seconds,
                 )
                 for rank in range(world_size)
@@ -155,7 +157,7 @@ def _measure(job: SavedJob) -> RankBytes:
             stage.train()
             emitted.load_full_state_dict(stage, wanted.state)
             recorder = SavedRecorder(stage, emitted)
-            emitted.train_step(stage, mesh, share(wanted.inputs, job.batch_dims, mesh), 0)
+            emitted.train_step(stage, mesh, share(wanted.inputs, job.batch_dims, mesh, job.shares), 0)
             trained = [parameter for parameter in stage.parameters() if parameter.grad is not None]
             optimizer = torch.optim.AdamW([{"params": trained}])
             optimizer.step()

@@ -209,7 +209,7 @@ def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> t
         counts, reason = _microbatch_counts(space, batch, sizes, pins)
         if reason:
             reasons[reason] = None
-        found.extend(Mesh(**sizes, microbatches=count) for count in counts)
+        found.extend(Mesh(**sizes, microbatches=count, shares=()) for count in counts)
     return tuple(found), tuple(reasons)
 
 
@@ -289,7 +289,7 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
     counts: list[int] = []
     reason = ""
     for count in wanted:
-        mesh = Mesh(**sizes, microbatches=count)
+        mesh = Mesh(**sizes, microbatches=count, shares=())
         if count > 1 and not batch.allows_microbatches:
             reason = f"{count} microbatches: {batch.obstacle}"
         elif count > 1 and not _splits_evenly(space, batch, sizes["dp"] * count):

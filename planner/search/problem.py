@@ -175,6 +175,8 @@ def tensor_pairs(space: Space, template: int, node: Node, axis: Axis, rules: Rul
         return [split(batch_dim) if axis.name == "dp" and batch_dim is not None else REPLICATED]
     if node.kind is Kind.INPUT:
         pairs = [*space.crossing[template, node.name], REPLICATED]
+        if not trainable:  # of two ways that cost the same, add up what the inputs give before microbatches take it
+            pairs.sort(key=lambda pair: pair == PARTIAL)
         return list(dict.fromkeys(normal(pair, trainable) for pair in pairs))
     if axis.name == "ep":
         experts = [pair for pair in space.experts.tensors.get((template, node.name), ()) if pair.groups == 1]
@@ -328,7 +330,8 @@ class _Builder:
         for edge in self.space.edges:
             ref = self.space.graph.templates[edge.source].outputs[edge.output]
             consumer = (self.vertex[edge.target, edge.node], 0)
-            weight = edge.count * self.microbatches
+            # What the prelude makes is converted once a step, before microbatches take their slices.
+            weight = edge.count * (1 if edge.source == self.space.prelude else self.microbatches)
             self._add_group(edge.source, ref, (consumer,), weight, crosses=True)
         names = tuple(f"{self.space.graph.templates[t].name}: {name}" for (t, name), *_ in self.keys)
         problem = Problem(names=names, choices=tuple(tuple(c) for c in self.choices), groups=tuple(self.groups))

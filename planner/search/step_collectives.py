@@ -47,17 +47,20 @@ def expected_collectives(
     """Every collective of one rank of every pipeline rank in one step with gradient clipping, by kind and payload.
 
     `stages` are unit ranges [first, last) in the order of the model, placed by the schedule. `state_rank` (where
-    the rank is among those that ZeRO splits states over) matters only for the payload of uneven shards: rank 0 has the
-    largest. Payloads are in the graph's dtypes.
+    the rank is among those that ZeRO splits states over) matters only for the payload of uneven shards, of which rank 0
+    has the largest, and for shares of the batch that differ. Payloads are in the graph's dtypes.
     """
     order, ranks = get_schedule(schedule), program.mesh.pp
+    microbatches = program.mesh.share(state_rank // program.mesh.cp)
     found: list[CollectivePlan] = []
     for rank in range(ranks):
         mine = order.stages_of(rank, ranks, len(stages))
         counts: Counter[tuple[str, str, int, str]] = Counter()
         for stage in mine:
             splits = order.splits_backward and stage > 0
-            for use, reason, count in _passes(program, *stages[stage], activation_checkpoint, splits=splits):
+            for use, reason, count in _passes(
+                program, *stages[stage], activation_checkpoint, splits=splits, times=microbatches
+            ):
                 counts[use.axis, use.op, use.num_bytes, reason] += count
                 if use.op == "send":  # between neighbours in a ring: as much comes in
                     counts[use.axis, "recv", use.num_bytes, reason] += count
@@ -71,13 +74,13 @@ def expected_collectives(
 
 
 def _passes(
-    program: ModelProgram, first: int, last: int, activation_checkpoint: Checkpointing, *, splits: bool
+    program: ModelProgram, first: int, last: int, activation_checkpoint: Checkpointing, *, splits: bool, times: int
 ) -> Iterator[tuple[CollectiveUse, str, int]]:
     """(collective, reason, times a step) of the operations and conversions of a stage.
 
-    `splits`: its backward runs as I and W.
+    `splits`: its backward runs as I and W. `times`: microbatches.
     """
-    graph, times = program.graph, program.mesh.microbatches
+    graph = program.graph
     for use in (*_prelude_uses(program, first, last), *prepared_uses(program, first, last)):
         yield replace(use, phase="step"), "step", 1
     for index in range(max(first, 1), last):
@@ -192,15 +195,16 @@ def _once_a_step(
 ) -> Iterator[tuple[str, str, int, str, int]]:
     """(axis, op, bytes, reason, count) of pipeline messages, parameters, loss and clipping of one rank's stages."""
     graph, mesh = program.graph, program.mesh
+    microbatches = mesh.share(state_rank // mesh.cp)
     for stage in mine:
         for neighbour, boundary in ((stage - 1, stages[stage][0]), (stage + 1, stages[stage][1])):
             if neighbour in mine or not 0 <= neighbour < len(stages):
                 continue
             value, gradient = ("recv", "send") if neighbour < stage else ("send", "recv")
             for num_bytes, has_gradient in _messages(program, boundary):
-                yield "pp", value, num_bytes, "stage", mesh.microbatches
+                yield "pp", value, num_bytes, "stage", microbatches
                 if has_gradient:
-                    yield "pp", gradient, num_bytes, "stage", mesh.microbatches
+                    yield "pp", gradient, num_bytes, "stage", microbatches
 
     held = {stage: held_parameters(program, *stages[stage]) for stage in range(len(stages))}
     shards = mesh.shards if zero >= 2 else 1
@@ -211,7 +215,7 @@ def _once_a_step(
     elif shards > 1:
         has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
         for stage in mine:
-            gathers = gathers_a_step(order.name, mesh.pp, mesh.microbatches, len(mine), stage, zero)
+            gathers = gathers_a_step(order.name, mesh.pp, microbatches, len(mine), stage, zero)
             found = fsdp_collectives(held[stage], mesh, gathers, has_blocks=has_blocks)
             yield from ((axis, op, num_bytes, "fsdp", count) for axis, op, num_bytes, count in found)
     trainable = [parameter for stage in mine for parameter in held[stage] if parameter.trainable]

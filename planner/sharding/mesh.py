@@ -17,9 +17,10 @@ dp major.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from types import MappingProxyType
 
@@ -52,6 +53,8 @@ class Mesh:
 
     `replicas`: how many groups of dp ranks hold the same ZeRO-2 or ZeRO-3 shards: they split within a group of
     neighbours (and over cp), and gradients are summed over the groups.
+    `shares`: where dp ranks take different numbers of microbatches, that of each; `microbatches` is then their mean, so
+    a microbatch is as large as if all took as many.
     """
 
     pp: int = 1
@@ -61,6 +64,7 @@ class Mesh:
     tp: int = 1
     microbatches: int = 1
     replicas: int = 1
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*AXES, "microbatches", "replicas"):
@@ -68,6 +72,12 @@ class Mesh:
                 raise ValueError(f"mesh {name} must be at least 1, got {getattr(self, name)}")
         if self.dp % self.replicas:
             raise ValueError(f"{self.replicas} replicas do not divide dp={self.dp}")
+        if self.shares and (reason := refuse_shares(self.shares, self.dp, self.microbatches)):
+            raise ValueError(reason)
+
+    def share(self, dp_rank: int) -> int:
+        """The microbatches of a dp rank."""
+        return self.shares[dp_rank] if self.shares else self.microbatches
 
     @property
     def state_ranks(self) -> int:
@@ -159,6 +169,22 @@ class Mesh:
 def splits_states(shard_size: int, dp: int, cp: int) -> bool:
     """Whether groups of so many ranks that ZeRO splits states over hold all of cp and divide dp."""
     return shard_size % cp == 0 and dp % (shard_size // cp) == 0
+
+
+def refuse_shares(shares: Sequence[int], dp: int, microbatches: int) -> str:
+    """Why dp ranks cannot take these numbers of microbatches, whose mean is `microbatches`; "" if they can."""
+    if len(shares) != dp:
+        return f"there are {len(shares)} for dp={dp}"
+    if sum(shares) != dp * microbatches or min(shares) < 1:
+        return f"they do not deal out {dp * microbatches} microbatches, at least one to each dp rank"
+    return "all are equal" if len({*shares}) == 1 else ""
+
+
+def described_shares(shares: Sequence[int]) -> str:
+    """Runs of equal numbers, in words: "6 and 2", "6 (x4), 3 and 2"; "" of none."""
+    runs = [(number, len(list(run))) for number, run in groupby(shares)]
+    words = [f"{number} (x{count})" if count > 1 else str(number) for number, count in runs]
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def written_mesh(sizes: Mapping[str, int]) -> dict[str, int]:

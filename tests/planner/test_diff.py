@@ -58,6 +58,11 @@ def test_mesh_axis_missing_is_size_one(example_plan: Plan) -> None:
     )
 
 
+def test_shares_of_the_batch(example_plan: Plan) -> None:
+    (change,) = diff_plans(example_plan, replace(example_plan, batch_shares=(6, 2))).settings
+    assert (change.section, change.name, change.old, change.new) == ("batch", "batch_shares", "even", "6 and 2")
+
+
 def test_model_path_is_no_change_but_arguments_are(example_plan: Plan) -> None:
     elsewhere = replace(example_plan, model=replace(example_plan.model, path="/other/gpt.py"))
     assert diff_plans(example_plan, elsewhere).is_empty

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 from autopar.planner.errors import AutoparError
-from autopar.planner.explain import comparison, explanations, setting_line
+from autopar.planner.explain import comparison, decision_line, explanations, setting_line
 from autopar.planner.gradient_sync import gradient_sync_table
 from autopar.planner.plan import Plan
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
@@ -50,6 +50,13 @@ def test_facts_that_the_user_gave_stay_with_the_plan(example_plan: Plan) -> None
     given = replace(plan, cluster_overrides={"hbm_gib": 40.0})
     assert plan_from_json(plan_to_json(given), where="a test") == rounded(given)
     assert "hbm_gib=40" in setting_line(given)
+
+
+def test_shares_of_the_batch_stay_with_the_plan(example_plan: Plan) -> None:
+    plan = replace(example_plan, batch_shares=(6, 2))
+    assert "batch_shares" not in plan_to_json(example_plan)
+    assert plan_from_json(plan_to_json(plan), where="a test") == rounded(plan)
+    assert "6 and 2 microbatches of 2 samples by dp rank" in decision_line(plan)
 
 
 def test_compares_ways_to_add_up_gradients(example_plan: Plan) -> None:

@@ -14,9 +14,10 @@ from ....planner.checkpointing import described
 from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import loss_axes, reduced_axes
+from ....planner.sharding.mesh import described_shares
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
-from ...text import LINE_WIDTH, comment, layout, literal, quote
+from ...text import LINE_WIDTH, comment, layout, literal, numbers, quote
 from . import module_functions, step_functions, zero1_functions
 from .blocks import block_class
 from .modules import Modules
@@ -55,7 +56,7 @@ def render_model(
 def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     mesh, options = modules.mesh, modules.options
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1) or "one rank"
-    policy = [f"{mesh.microbatches} microbatches"] if mesh.microbatches > 1 else []
+    policy = [f"{described_shares(mesh.shares) or mesh.microbatches} microbatches"] if mesh.microbatches > 1 else []
     several = f" with {len(options.rank_stages[0])} stages per rank" if len(options.rank_stages[0]) > 1 else ""
     policy += [f"{options.schedule}{several}"] if mesh.pp > 1 else []
     within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
@@ -161,7 +162,9 @@ def _constants(modules: Modules) -> Iterator[str]:
         yield "DP_CP = DP * CP  # ranks that hold the same parameters: ZeRO splits states over all of them"
     if mesh.replicas > 1:
         yield f"REPLICAS = {mesh.replicas}  # groups of dp ranks that each hold all shards of the parameters"
-    if mesh.microbatches > 1 or modules.is_pipeline:
+    if mesh.shares:
+        yield from layout(f"BATCH_SHARES = {numbers(mesh.shares)}", "", "microbatches of each dp rank, all of one size")
+    elif mesh.microbatches > 1 or modules.is_pipeline:
         yield f"MICROBATCHES = {mesh.microbatches}"
     if modules.has_several_stages:
         yield from layout(f"RANK_STAGES = {literal(options.rank_stages)}", "", "the stages of each pipeline rank")
@@ -254,8 +257,10 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     )
     reshaped = any(tensor.shape != tensor.type.shape for stage in model.stages for tensor in stage.tensors)
     yield module_functions.state_dicts(distributed=modules.has_dtensors, shards=modules.has_shards, reshaped=reshaped)
+    if mesh.shares:
+        yield step_functions.NUM_MICROBATCHES
     if mesh.microbatches > 1:
-        yield step_functions.split_microbatches(groups=has_groups(modules))
+        yield step_functions.split_microbatches(groups=has_groups(modules), shares=bool(mesh.shares))
     if modules.is_pipeline:
         yield _pipeline(modules)
     reduces = bool(modules.reduced_axes) or modules.has_ties or modules.has_shards
@@ -263,6 +268,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         pp=mesh.pp,
         num_stages=len(model.stages) if modules.has_several_stages else None,
         microbatches=mesh.microbatches,
+        shares=bool(mesh.shares),
         fsdp=modules.has_fsdp,
         random=any(re.search(r"\bself\.step\b", text) for text in stages.values()),
         shards=modules.has_shards,
@@ -340,6 +346,7 @@ def _pipeline(modules: Modules) -> str:
         [_shapes(modules, stage.sent if stage.index < last else (modules.graph.loss,)) for stage in stages],
         schedule=modules.options.schedule,
         has_parameters=all(any(not tensor.is_buffer for tensor in stage.tensors) for stage in stages),
+        shares=bool(modules.mesh.shares),
     )
 
 

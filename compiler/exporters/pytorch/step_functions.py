@@ -10,29 +10,35 @@ from ....planner.schedules import get_schedule
 from ...text import LINE_WIDTH, layout
 from .tensors import DEFAULT_DTYPE
 
-
-def split_microbatches(*, groups: bool) -> str:
-    if not groups:
-        return '''\
-def split_microbatches(
-    values: dict[str, torch.Tensor], batch_dims: dict[str, int]
-) -> list[dict[str, torch.Tensor]]:
-    """The values of each microbatch."""
-    parts = {name: values[name].chunk(MICROBATCHES, dim) for name, dim in batch_dims.items()}
-    return [values | {name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]'''.replace(
-            "def split_microbatches(\n    values: dict[str, torch.Tensor], batch_dims: dict[str, int]\n) ->",
-            "def split_microbatches(values: dict[str, torch.Tensor], batch_dims: dict[str, int]) ->",
-        )
-    return '''\
-def split_microbatches(
-    values: dict[str, torch.Tensor], batch_dims: dict[str, tuple[int, int]]
-) -> list[dict[str, torch.Tensor]]:
-    """The values of each microbatch; a dim of several runs is cut within each run."""
+NUM_MICROBATCHES = '''\
+def num_microbatches(mesh: DeviceMesh) -> int:
+    """How many microbatches this rank's dp coordinate takes in a step."""
+    return BATCH_SHARES[mesh["dp"].get_local_rank()]'''
+_SPLIT = """\
+    parts = {name: values[name].chunk(COUNT, dim) for name, dim in batch_dims.items()}
+    return [values | {name: part[index] for name, part in parts.items()} for index in range(COUNT)]"""
+_SPLIT_RUNS = """\
     parts = {}
     for name, (dim, runs) in batch_dims.items():
-        cut = values[name].unflatten(dim, (runs, MICROBATCHES, -1)).unbind(dim + 1)
+        cut = values[name].unflatten(dim, (runs, COUNT, -1)).unbind(dim + 1)
         parts[name] = [part.flatten(dim, dim + 1) for part in cut]
-    return [values | {name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]'''
+    return [values | {name: part[index] for name, part in parts.items()} for index in range(COUNT)]"""
+
+
+def split_microbatches(*, groups: bool, shares: bool) -> str:
+    """`groups`: some values are cut within several runs of a dim. `shares`: dp ranks take different numbers."""
+    dims = "tuple[int, int]" if groups else "int"
+    count = ", count: int" if shares else ""
+    arguments = f"values: dict[str, torch.Tensor], batch_dims: dict[str, {dims}]{count}"
+    opening, closing = "def split_microbatches(", ") -> list[dict[str, torch.Tensor]]:"
+    is_long = len(f"{opening}{arguments}{closing}") > LINE_WIDTH
+    more = "; a dim of several runs is cut within each run" if groups else ""
+    lines = [
+        *([opening, f"    {arguments}", closing] if is_long else [f"{opening}{arguments}{closing}"]),
+        f'    """The values of each microbatch{more}."""',
+        (_SPLIT_RUNS if groups else _SPLIT).replace("COUNT", "count" if shares else "MICROBATCHES"),
+    ]
+    return "\n".join(lines)
 
 
 _FIRST_PARAMETER = """\
@@ -83,13 +89,15 @@ EDGES
     return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
 
 
-def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool) -> str:
-    """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some."""
+def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool, shares: bool) -> str:
+    """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some.
+    `shares`: dp ranks take different numbers of microbatches."""
     parameter = _FIRST_PARAMETER if has_parameters else _FIRST_PARAMETER_IF_ANY
     text = _PIPELINE
     if get_schedule(schedule).is_multi_stage:
         text, parameter = _PIPELINE_OF_SEVERAL, parameter.replace("stage.", "stages.")
     text = text.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
+    text = text.replace("MICROBATCHES", "num_microbatches(mesh)") if shares else text
     return text.replace("EDGES", "\n".join(_edges(received, sent)))
 
 
@@ -111,6 +119,7 @@ def train_step(
     pp: int,
     num_stages: int | None,
     microbatches: int,
+    shares: bool,
     fsdp: bool,
     random: bool,
     shards: bool,
@@ -120,7 +129,8 @@ def train_step(
     loss_dtype: str,
 ) -> str:
     """`num_stages`: of the whole pipeline, where a rank's stages are a list. `loss_axes`: over which the ranks' parts
-    of the loss add up, pp included; "world" for all ranks at once."""
+    of the loss add up, pp included; "world" for all ranks at once. `shares`: dp ranks take different numbers of
+    microbatches."""
     several = num_stages is not None
     model, kind, indent = ("stages", "nn.ModuleList", "        ") if several else ("stage", "nn.Module", "    ")
     lines = [
@@ -133,6 +143,7 @@ def train_step(
         "",
         "    `inputs` is the share of this rank's dp coordinate, by argument name.",
         '    """',
+        *(["    count = num_microbatches(mesh)"] if shares else []),
         f"    {model}.zero_grad()",
         *([f"    gather_parameters({model}, mesh)"] if shards else []),
     ]
@@ -142,10 +153,12 @@ def train_step(
         note = "random operations draw from (step, microbatch, operation, coordinates)"
         lines.append(f"{indent}stage.step = step  # {note}")
     if microbatches > 1:
-        lines.append(f"{indent}stage.microbatches = split_microbatches(stage.prepare(inputs), stage.batch_dims)")
+        more = ", count" if shares else ""
+        lines.append(f"{indent}stage.microbatches = split_microbatches(stage.prepare(inputs), stage.batch_dims{more})")
     else:
         lines.append(f"{indent}stage.microbatches = [stage.prepare(inputs)]")
-    lines += _run_pipeline(loss_dtype, num_stages) if pp > 1 else _run_loop(microbatches, fsdp)
+    count = "count" if shares else "MICROBATCHES"
+    lines += _run_pipeline(loss_dtype, num_stages, count) if pp > 1 else _run_loop(microbatches, fsdp, count)
     if reduce:
         lines.append(f"    reduce_gradients({model}, mesh)")
     if updates:
@@ -169,7 +182,7 @@ def update_buffers(stage: nn.Module) -> None:
             module.get_buffer(name).copy_(value)'''
 
 
-def _run_pipeline(loss_dtype: str, num_stages: int | None) -> list[str]:
+def _run_pipeline(loss_dtype: str, num_stages: int | None, count: str) -> list[str]:
     dtype = "" if loss_dtype == DEFAULT_DTYPE else f"dtype=torch.{loss_dtype}, "
     model, is_last = "stage", 'mesh["pp"].get_local_rank() == PP - 1'
     if num_stages is not None:
@@ -177,7 +190,7 @@ def _run_pipeline(loss_dtype: str, num_stages: int | None) -> list[str]:
     return [
         f'    if not hasattr({model}, "schedule"):',
         f"        {model}.schedule = pipeline({model}, mesh)",
-        "    numbers = torch.arange(MICROBATCHES)",
+        f"    numbers = torch.arange({count})",
         f"    if {is_last}:" + ("  # the last stage" if num_stages is not None else ""),
         "        losses = []",
         f"        {model}.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)",
@@ -188,14 +201,14 @@ def _run_pipeline(loss_dtype: str, num_stages: int | None) -> list[str]:
     ]
 
 
-def _run_loop(microbatches: int, fsdp: bool) -> list[str]:
+def _run_loop(microbatches: int, fsdp: bool, count: str) -> list[str]:
     if microbatches == 1:
         return ["    loss = stage(microbatch=0)", "    loss.backward()", "    loss = loss.detach()"]
-    lines = ["    losses = []", "    for microbatch in range(MICROBATCHES):"]
+    lines = ["    losses = []", f"    for microbatch in range({count}):"]
     if fsdp:
         lines += [
             "        # Gradients stay whole on each rank until the last microbatch, then they are summed and sharded.",
-            "        is_last = microbatch == MICROBATCHES - 1",
+            f"        is_last = microbatch == {count} - 1",
             "        stage.set_is_last_backward(is_last)",
             "        stage.set_reshard_after_backward(is_last)",
             "        stage.set_requires_gradient_sync(is_last)",

@@ -19,6 +19,7 @@ def rendered(**changes):
         "gpus": 8,
         "cluster": "h100-sxm",
         "batch_size": 16,
+        "batch_shares": (),
         "microbatches": 2,
         "optimizer": "adamw",
         "precision": "fp32",
@@ -51,6 +52,19 @@ def test_the_facts_of_the_plan_are_constants():
     assert found["INPUT_BATCH_DIMS"] == {"ids": 0, "scale": None}
 
 
+def test_a_rank_takes_its_share_of_the_batch():
+    torch = pytest.importorskip("torch")
+    text = rendered(batch_shares=(3, 1))["train.py"]
+    constant = next(line for line in text.splitlines() if line.startswith("BATCH_SHARES"))
+    definition = text[text.index("def share(") :].partition("\n\n\n")[0]
+    names = {"torch": torch, "INPUT_BATCH_DIMS": {"ids": 0, "scale": None}}
+    exec(f"{constant}\n{definition}", names)
+    batch = {"ids": torch.arange(16), "scale": torch.ones(2)}
+    shares = [names["share"](batch, rank, torch.device("cpu")) for rank in range(2)]
+    assert [share["ids"].tolist() for share in shares] == [list(range(12)), list(range(12, 16))]
+    assert all(share["scale"].shape == (2,) for share in shares)
+
+
 def test_strings_of_the_plan_stay_strings():
     model = SimpleNamespace(path=NASTY, name="build", arguments={NASTY: [NASTY, None, (1, 2.5)]})
     found = constants(rendered(model=model)["train.py"])
@@ -76,8 +90,9 @@ RUFF = Path(sys.executable).with_name("ruff")
 
 
 @pytest.mark.skipif(not RUFF.exists(), reason="ruff is not installed")
-def test_train_script_is_formatted(tmp_path):
-    (tmp_path / "train.py").write_text(rendered()["train.py"])
+@pytest.mark.parametrize("shares", [(), (3, 1), (*[6] * 32, *[2] * 32)], ids=["even", "few", "many"])
+def test_train_script_is_formatted(tmp_path, shares):
+    (tmp_path / "train.py").write_text(rendered(batch_shares=shares)["train.py"])
     for command in (["format", "--check"], ["check", "--select", "E,F,I,UP,B,SIM"]):
         done = subprocess.run(
             [RUFF, *command, "--line-length", "120", "--isolated", "train.py"], cwd=tmp_path, capture_output=True

@@ -1,0 +1,95 @@
+"""Uneven shares of the batch: values and collectives of what is emitted, and what is refused."""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from autopar.compiler.package import emit_package
+from autopar.compiler.verify import verify
+from autopar.planner.driver import PlanRequest, make_plan
+from autopar.planner.placements import program_of
+from autopar.planner.search.step_collectives import expected_collectives
+
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
+IGNORED = """
+import torch
+from torch import nn
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+def build():
+    return Tagger()
+
+def example_inputs(batch_size):
+    ids = torch.randint(0, 32, (batch_size, 6))
+    # Most labels of the first samples are ignored, none of the last: no two shares count alike.
+    ignored = torch.arange(6) >= 6 * torch.linspace(0.2, 1, batch_size)[:, None]
+    return ids, torch.where(ignored, -100, ids.roll(-1, 1))
+"""
+
+
+def shared(model, mesh, shares, *, batch_size, **pins):
+    """A plan whose dp ranks take so many microbatches of one sample; it is an edited plan of even shares."""
+    gpus = prod(mesh.values())
+    made = make_plan(
+        PlanRequest(model=str(model), gpus=gpus, batch_size=batch_size, mesh=mesh, microbatch_size=1, **pins)
+    )
+    plan = replace(made.plan, batch_shares=shares)
+    stages = [(stage.first, stage.last) for stage in plan.stages]
+    program = program_of(plan, made.graph)
+    lines = expected_collectives(
+        program, stages, zero=plan.zero, schedule=plan.schedule, activation_checkpoint=plan.activation_checkpoint
+    )
+    return replace(made, plan=replace(plan, collectives=lines))
+
+
+def check(folder, made):
+    emit_package(made.plan, made.graph, folder / "package", force=False)
+    report = verify(made.plan, folder / "package", graph=made.graph, timeout_seconds=240.0)
+    assert report.ok, "\n".join(report.lines())
+    assert report.dtype == "float64"
+    assert report.worst_relative_error <= 1e-9
+    return (folder / "package" / "sharded_model.py").read_text()
+
+
+@pytest.fixture
+def tagger(tmp_path):
+    path = tmp_path / "tagger.py"
+    path.write_text(IGNORED)
+    return path
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "shares", "pins"),
+    [
+        ({"dp": 2, "pp": 2, "tp": 1}, (6, 2), {"schedule": "1f1b", "zero": 2}),
+        ({"dp": 4, "pp": 1, "tp": 1}, (3, 1, 2, 2), {"zero": 0}),
+        pytest.param({"dp": 4, "pp": 1, "tp": 1}, (5, 1, 1, 1), {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "pp": 1, "tp": 1}, (5, 1, 1, 1), {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "pp": 2, "tp": 1}, (1, 7), {"schedule": "gpipe", "zero": 0}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "pp": 1, "tp": 2}, (1, 7), {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"dp": 2, "pp": 2, "tp": 1}, (6, 2), {"schedule": "interleaved", "stages_per_rank": 2, "zero": 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"dp": 2, "pp": 2, "tp": 1}, (2, 6), {"schedule": "zero-bubble", "zero": 2}, marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_uneven_shares_with_ignored_labels(mesh, shares, pins, tagger, tmp_path):
+    text = check(tmp_path, shared(tagger, mesh, shares, batch_size=8, **pins))
+    assert f"BATCH_SHARES = {shares}" in text
