@@ -90,6 +90,8 @@ def state_bytes(
     optimizer: str,
     precision: str,
     largest_unit_bytes: int | None = None,
+    kept_bytes: int = 0,
+    largest_freed_bytes: int | None = None,
     frozen_bytes: int = 0,
     shard_bytes: int | None = None,
 ) -> Memory:
@@ -97,8 +99,9 @@ def state_bytes(
 
     `parameter_bytes` are trained parameters as stored (float32), after tp and pp and before dp has split anything;
     `frozen_bytes` other parameters and buffers, held whole. `largest_unit_bytes`: stored bytes of the largest unit that
-    FSDP gathers at once (default: all of them). `shard_bytes`: the largest part of the trained parameters that dp
-    leaves (default: an even one).
+    FSDP gathers at once (default: all of them). `kept_bytes`: those of units that are under ZeRO-2 though `zero` is 3,
+    and `largest_freed_bytes` those of the largest other unit. `shard_bytes`: the largest part of the trained parameters
+    that dp leaves (default: an even one).
 
     Raises:
         ValueError: a ZeRO stage or precision that does not exist.
@@ -121,7 +124,9 @@ def state_bytes(
     copies, gathered = (computed(parameter_bytes) if is_mixed else 0), 0
     if is_split:
         copies = 0
-        whole_copies = computed(parameter_bytes) if zero == 2 else min(computed(parameter_bytes), 2 * computed(unit))
+        kept = parameter_bytes if zero == 2 else kept_bytes
+        freed = unit if largest_freed_bytes is None else largest_freed_bytes
+        whole_copies = computed(kept) + min(computed(parameter_bytes - kept), 2 * computed(freed))
         # The unit's gradient in the compute dtype, and in float32 as reduce_scatter reads it where that differs.
         gathered = whole_copies + computed(unit) + (unit if is_mixed else 0)
     return Memory(

@@ -19,6 +19,7 @@ from .errors import AutoparError, CheckFailed
 from .fqn_patterns import expand, natural
 from .plan import Plan, StagePlan
 from .sharding.mesh import described_shares, ordered
+from .zero import zero_text
 
 DIFF_SCHEMA_VERSION = 1
 
@@ -150,6 +151,8 @@ def _setting(plan: Plan, name: str) -> str:
         return described_shares(plan.batch_shares) or "even"
     if name == "activation_checkpoint" and plan.checkpoint_by_block:
         return described(plan.checkpoint_by_block, names_blocks=True)
+    if name == "zero":
+        return zero_text(plan.zero, plan.zero_by_block, names_blocks=True)
     if name != "model":
         return str(getattr(plan, name))
     # The path is where the file lies, not what the model is; two checkouts of one model are the same.

@@ -14,8 +14,9 @@ from ..cost_models.hardware import Cluster, cluster_with
 from ..cost_models.memory import COMPUTE_BYTES
 from ..cost_models.optimizer import get_optimizer
 from ..cost_models.stacks import load_stack
+from .blocks import by_pattern
 from .capture.graph import Kind, ModelGraph
-from .checkpointing import by_pattern, name_of
+from .checkpointing import name_of
 from .fqn_patterns import fold
 from .placements import mesh_of, placements_of, program_of
 from .plan import Alternative, ModelSource, Plan, SolverReport, StagePlan
@@ -23,6 +24,7 @@ from .schedules import get_schedule
 from .sharding.mesh import MICROBATCH
 from .sharding.placement import REPLICATED, normal, parse_pair
 from .sharding.program import model_program
+from .zero import highest
 
 if TYPE_CHECKING:
     from .search.sweep import Candidate, Found, Setting
@@ -48,7 +50,7 @@ class PlanRequest:
     microbatch_size: int | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
-    zero: int | None = None
+    zero: int | str | None = None  # of all blocks, or "h.{0..3}=2,*=3"
     activation_checkpoint: str | None = None
     zero_shard_size: int | None = None
     exact: bool = False
@@ -196,7 +198,8 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         mesh=best.mesh.written,
         microbatches=best.mesh.microbatches,
         schedule=best.schedule,
-        zero=best.zero,
+        zero=highest(best.zero),
+        zero_by_block=by_pattern(graph, best.zero),
         zero_shard_size=best.mesh.shards if best.mesh.replicas > 1 else 0,
         activation_checkpoint=name_of(best.activation_checkpoint),
         checkpoint_by_block=by_pattern(graph, best.activation_checkpoint),
@@ -283,7 +286,7 @@ def _alternative(candidate: Candidate, note: str) -> Alternative:
         mesh=mesh.written,
         microbatches=mesh.microbatches,
         schedule=candidate.schedule,
-        zero=candidate.zero,
+        zero=highest(candidate.zero),
         activation_checkpoint=name_of(candidate.activation_checkpoint),
         step_seconds=candidate.cost.step_seconds if candidate.fits else None,
         memory_bytes=candidate.cost.memory_bytes,

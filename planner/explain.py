@@ -14,6 +14,7 @@ from .errors import AutoparError
 from .plan import Alternative, Plan
 from .sharding.mesh import described_shares, ordered
 from .tables import Table
+from .zero import zero_text
 
 _CHECKPOINT = {
     "none": "no activation checkpointing",
@@ -46,7 +47,7 @@ def decision_line(plan: Plan) -> str:
         parts.append(f"schedule {plan.schedule}{several}")
     if plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1:
         within = f" within groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
-        parts.append(f"ZeRO-{plan.zero}{within}")
+        parts.append(f"ZeRO-{zero_text(plan.zero, plan.zero_by_block)}{within}")
     parts.append(described(plan.checkpoint_by_block) or _CHECKPOINT[plan.activation_checkpoint])
     return ", ".join(parts)
 

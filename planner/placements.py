@@ -11,6 +11,7 @@ from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, refuse_shares, sp
 from .sharding.placement import parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 from .sharding.shares import why_even, why_even_under
+from .zero import Zero, stages_by_unit
 
 _WHERE = "placements of the plan"
 
@@ -87,6 +88,17 @@ def checkpointing_of(plan: Plan, graph: ModelGraph) -> Checkpointing:
     if not plan.checkpoint_by_block:
         return plan.activation_checkpoint
     return by_unit(graph, plan.checkpoint_by_block, where="plan.json: checkpoint_by_block")
+
+
+def zero_of(plan: Plan, graph: ModelGraph) -> Zero:
+    """The ZeRO stage of the graph's blocks.
+
+    Raises:
+        AutoparError: the plan names a block that there is not, or leaves one out.
+    """
+    return (
+        stages_by_unit(graph, plan.zero_by_block, where="plan.json: zero_by_block") if plan.zero_by_block else plan.zero
+    )
 
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:

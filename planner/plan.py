@@ -119,7 +119,7 @@ class Plan:
     mesh: Mapping[str, int]  # pp, dp, tp; ep and cp only where they have more than one rank
     microbatches: int
     schedule: str  # a file of schedules/: "none", "1f1b" ...
-    zero: int
+    zero: int  # 3 where blocks differ, as `zero_by_block` says
     activation_checkpoint: str  # "none" | "selective" | "full" | "mixed": as `checkpoint_by_block` says
     stages: tuple[StagePlan, ...]  # in the order of the model
     placements: Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -135,6 +135,7 @@ class Plan:
     pins: Mapping[str, str]  # option name -> value the user fixed
     notes: tuple[str, ...] = ()
     checkpoint_by_block: Mapping[str, str] = _optional()  # pattern -> policy of every block, where they are mixed
+    zero_by_block: Mapping[str, int] = _optional()  # pattern -> 2 or 3 for every block, where they are mixed
     zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks that ZeRO-2 and 3 split over; 0: all
     # The microbatches of each dp rank where they differ; `microbatches` is then their mean. Empty: all take as many.
     batch_shares: tuple[int, ...] = field(default=(), metadata={IS_OPTIONAL: True})

@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .checkpointing import MIXED, expanded
+from .blocks import expanded
+from .checkpointing import MIXED
 from .errors import AutoparError
 from .plan import (
     IS_OPTIONAL,
@@ -32,6 +33,7 @@ from .plan import (
     StagePlan,
 )
 from .sharding.mesh import refuse_shares, written_mesh
+from .zero import FREED
 
 LINE_WIDTH = 120
 SIGNIFICANT_DIGITS = 6
@@ -284,6 +286,12 @@ def _check_facts(data: Json, where: str) -> None:
         f"$.activation_checkpoint is {_shown(data['activation_checkpoint'])}, "
         f"and $.checkpoint_by_block names {len(expanded(by_block, where=where))} blocks",
         f'write "{MIXED}" where checkpoint_by_block says what each block does, and leave that out otherwise',
+    )
+    of_zero = expanded(data.get("zero_by_block", {}), where=where)
+    require(
+        not of_zero or data["zero"] == FREED,
+        f"$.zero is {data['zero']}, and $.zero_by_block names {len(of_zero)} blocks",
+        f"write {FREED} where zero_by_block says what each block does, or leave that out",
     )
     parts = mesh["dp"] * data["microbatches"]
     require(

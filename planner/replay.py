@@ -9,6 +9,7 @@ from .errors import AutoparError
 from .plan import Plan
 from .sharding.mesh import AXES
 from .timeline import parse_slow
+from .zero import pin_of
 
 if TYPE_CHECKING:
     from .capture.graph import ModelGraph
@@ -47,9 +48,10 @@ def request_of(plan: Plan) -> PlanRequest:
     pins = dict(plan.pins)
     where = "$.pins of the plan"
     mesh = parse_mesh(pins.pop("mesh"), where=where) if "mesh" in pins else {}
-    names = ("microbatch-size", "stages-per-rank", "zero", "zero-shard-size")
+    names = ("microbatch-size", "stages-per-rank", "zero-shard-size")
     numbers = [_whole(pins.pop(name, None), name, where) for name in names]
-    microbatch_size, stages_per_rank, zero, shard_size = numbers
+    microbatch_size, stages_per_rank, shard_size = numbers
+    zero = pin_of(pins.pop("zero", None))
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
     may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
     slow = pins.pop("slow", "")

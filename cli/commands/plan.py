@@ -18,6 +18,7 @@ from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
 from ...planner.replay import parse_mesh
 from ...planner.timeline import parse_slow
+from ...planner.zero import pin_of
 from ..console import Progress, print_note, print_result, print_table, progress
 from ..options import (
     ExactCapture,
@@ -88,7 +89,10 @@ def plan(
     stages_per_rank: Annotated[
         int | None, typer.Option(min=1, help="Fix how many pipeline stages every rank holds.")
     ] = None,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="Fix the ZeRO stage.")] = None,
+    zero: Annotated[
+        str | None,
+        typer.Option(metavar="0|1|2|3", help="Fix the ZeRO stage; 2 and 3 also for some blocks: h.{0..2}=2,*=3."),
+    ] = None,
     zero_shard_size: Annotated[
         int | None, typer.Option(min=1, help="Fix over how many ranks (of dp, all of cp) ZeRO-2 or 3 splits.")
     ] = None,
@@ -162,7 +166,7 @@ def plan(
         microbatch_size=microbatch_size,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
-        zero=zero,
+        zero=pin_of(zero),
         zero_shard_size=zero_shard_size,
         activation_checkpoint=activation_checkpoint,
         tp_may_split_batch=may_split_batch,

@@ -23,11 +23,12 @@ from ...planner.plan import Plan
 from ...planner.search.step_collectives import expected_collectives
 from ...planner.sharding.mesh import Mesh
 from ...planner.sharding.program import ModelProgram
+from ...planner.zero import Zero
 from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
 from .report import CollectiveMismatch, RankFailure, ValueCheck, VerifyReport
-from .shrink import not_covered, shrunk_policies, shrunk_request
+from .shrink import not_covered, shrunk_request, with_policies
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 # Where the module itself computes in fewer bits, a sum over ranks rounds otherwise by a few units in the last place.
@@ -75,9 +76,9 @@ def verify(
         notes.append(f"float32, because of the model's own {fixed}")
     if graph.is_random:
         notes.append("values compared with dropout switched off on both sides; its draws differ from one process's")
-    from ...planner.placements import checkpointing_of, program_of
+    from ...planner.placements import checkpointing_of, program_of, zero_of
 
-    program, checkpointing = program_of(plan, graph), checkpointing_of(plan, graph)
+    program, checkpointing, zero = program_of(plan, graph), checkpointing_of(plan, graph), zero_of(plan, graph)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         dtype, fixed = _make_reference(plan, path, dtype, folder, timeout_seconds)
         if fixed:
@@ -93,6 +94,7 @@ def verify(
         batch_shares=plan.batch_shares,
         schedule=plan.schedule,
         zero=plan.zero,
+        zero_by_block=plan.zero_by_block,
         activation_checkpoint=described(plan.checkpoint_by_block) or plan.activation_checkpoint,
         dtype=dtype,
         tolerance=tolerance,
@@ -117,7 +119,7 @@ def verify(
         worst=worst,
         bad_values=tuple(sorted(bad, key=lambda check: (check.what, check.name, check.rank))),
         collectives=sum(sum(result.recorded.values()) for result in results),
-        mismatches=tuple(compare_collectives(plan, program, checkpointing, results)),
+        mismatches=tuple(compare_collectives(plan, program, zero, checkpointing, results)),
     )
 
 
@@ -129,7 +131,7 @@ def _verify_shrunk(
     from ..package import emit_package
 
     graph, request = capture(shrunk_request(plan, arguments))
-    request = replace(request, activation_checkpoint=shrunk_policies(plan, graph))
+    request = with_policies(request, plan, graph)
     planned = plan_graph(graph, request, check_request(request))
     with tempfile.TemporaryDirectory(prefix="autopar-shrunk-") as folder:
         package = Path(folder, "package")
@@ -250,7 +252,7 @@ def _missing(graph: ModelGraph, reference: Reference, results: Sequence[RankResu
 
 
 def compare_collectives(
-    plan: Plan, program: ModelProgram, checkpointing: Checkpointing, results: Sequence[RankResult]
+    plan: Plan, program: ModelProgram, zero: Zero, checkpointing: Checkpointing, results: Sequence[RankResult]
 ) -> list[CollectiveMismatch]:
     """Recorded against planned collectives, both ways; and the plan's own list against its placements."""
     stages = [(stage.first, stage.last) for stage in plan.stages]
@@ -260,7 +262,7 @@ def compare_collectives(
         lines = expected_collectives(
             program,
             stages,
-            zero=plan.zero,
+            zero=zero,
             schedule=plan.schedule,
             activation_checkpoint=checkpointing,
             state_rank=state_rank,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ...planner.zero import zero_text
 
 # How many differences of one kind are written out.
 MAX_LINES = 12
@@ -71,6 +73,7 @@ class VerifyReport:
     failure: RankFailure | None = None
     notes: tuple[str, ...] = ()
     batch_shares: tuple[int, ...] = ()  # as in the plan
+    zero_by_block: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -84,8 +87,9 @@ class VerifyReport:
         """The report for people; `verbose` adds the traceback of a failed rank and every difference."""
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         microbatches = ",".join(map(str, self.batch_shares or (self.microbatches,)))
+        zero = zero_text(self.zero, self.zero_by_block)
         found = [
-            f"{mesh} microbatches={microbatches} schedule={self.schedule} zero={self.zero} "
+            f"{mesh} microbatches={microbatches} schedule={self.schedule} zero={zero} "
             f"activation-checkpoint={self.activation_checkpoint} dtype={self.dtype}"
         ]
         if self.failure is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...planner.checkpointing import blocks_of, expanded
+from ...planner.blocks import blocks_of, written
 from ...planner.fqn_patterns import expand
 from ...planner.plan import Plan
 
@@ -21,7 +21,7 @@ AXIS_LIMIT = 2
 def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) -> PlanRequest:
     """Same model, schedule, ZeRO stage, checkpointing and samples a microbatch; axes and microbatches at most 2.
 
-    Checkpointing that differs by block is for `shrunk_policies` to say, once the blocks are known. `arguments` replace
+    What differs by block is for `with_policies` to say, once the blocks are known. `arguments` replace
     build arguments of the model, to make it smaller.
     """
     from ...planner.replay import request_of
@@ -40,21 +40,29 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
         batch_size=microbatch_size * mesh["dp"] * microbatches,
         microbatch_size=microbatch_size,
         schedule=plan.schedule,
-        zero=plan.zero,
+        zero=None if plan.zero_by_block else plan.zero,
         zero_shard_size=AXIS_LIMIT * mesh.get("cp", 1) if plan.zero_shard_size else None,
         activation_checkpoint=None if plan.checkpoint_by_block else plan.activation_checkpoint,
     )
 
 
-def shrunk_policies(plan: Plan, graph: ModelGraph) -> str:
-    """The pin of the plan's checkpointing on a model of as many blocks or fewer: each does as one at its place does."""
-    if not plan.checkpoint_by_block:
-        return plan.activation_checkpoint
-    policies = expanded(plan.checkpoint_by_block, where="plan.json: checkpoint_by_block")
+def with_policies(request: PlanRequest, plan: Plan, graph: ModelGraph) -> PlanRequest:
+    """The shrunk request with what differs by block: each of as many blocks or fewer does as one at its place does."""
+    return replace(
+        request,
+        activation_checkpoint=_shrunk(plan, graph, plan.checkpoint_by_block) or plan.activation_checkpoint,
+        zero=_shrunk(plan, graph, plan.zero_by_block) or plan.zero,
+    )
+
+
+def _shrunk(plan: Plan, graph: ModelGraph, by_block: Mapping[str, object]) -> str:
+    """The pin of what the plan's blocks do; empty where they do not differ, or there are none."""
+    policies = {name: policy for pattern, policy in by_block.items() for name in expand(pattern)}
     held = dict.fromkeys(name for stage in plan.stages for pattern in stage.fqns for name in expand(pattern))
     before, blocks = [name for name in held if name in policies], blocks_of(graph)
-    at_place = (before[index * len(before) // len(blocks)] for index in range(len(blocks)))
-    return ",".join(f"{block}={policies[name]}" for block, name in zip(blocks, at_place, strict=True)) or "none"
+    if not before:
+        return ""
+    return written({block: policies[before[i * len(before) // len(blocks)]] for i, block in enumerate(blocks)})
 
 
 def not_covered(plan: Plan, shrunk: Plan) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
+from ..zero import Zero
 from .batch import BatchSplit
 from .candidates import Pins
 from .evaluate import Evaluated
@@ -41,7 +42,7 @@ class Candidate:
     placements: Placements
     stages: tuple[tuple[int, int], ...]  # unit ranges, the prelude in the first
     schedule: str
-    zero: int
+    zero: Zero
     activation_checkpoint: Checkpointing
     cost: Evaluated
     hbm_bytes: tuple[int, ...]  # by pipeline rank

@@ -21,6 +21,7 @@ from ..capture.graph import Kind, ModelGraph
 from ..checkpointing import MIXED, POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import AXES, Axis, Mesh, splits_states
+from ..zero import FREED, ZERO_STAGES, Zero, check_zero, highest, parse_zero, stages_by_unit
 from .batch import BatchSplit, splits_evenly
 from .host_seconds import holds_dtensors
 from .prices import local_work
@@ -28,8 +29,6 @@ from .problem import Rules, Space, operation_options, reads_matrix
 from .step_uses import splits
 
 Pipeline = tuple[str, int]  # schedule, stages per rank
-
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Pins:
     microbatch_size: int | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
-    zero: int | None = None
+    zero: int | str | None = None  # of all blocks, or "h.{0..3}=2,*=3"
     activation_checkpoint: str | None = None  # of all blocks, or "h.{0..2}=full,h.3=selective"
     zero_shard_size: int | None = None  # ranks (of dp, all of cp) that ZeRO-2 and ZeRO-3 split over
 
@@ -55,18 +54,20 @@ class Pins:
                 raise AutoparError(f"there is no mesh axis {name!r}", fix=f"axes are {', '.join(AXES)}")
             if size < 1:
                 raise AutoparError(f"{name}={size} is no size", fix="sizes start at 1")
-        if self.zero is not None and self.zero not in ZERO_STAGES:
-            stages = ", ".join(map(str, ZERO_STAGES))
-            raise AutoparError(f"ZeRO stage {self.zero} cannot be emitted", fix=f"choose one of {stages}")
+        if isinstance(self.zero, str):
+            parse_zero(self.zero, where=f"--zero {self.zero}")
+        elif self.zero is not None:
+            check_zero(self.zero)
         checkpoint = self.activation_checkpoint or "none"
         if checkpoint not in POLICIES:
             parse_checkpoints(checkpoint, where=f"--activation-checkpoint {checkpoint}")
             checkpoint = MIXED
         if self.schedule is not None:
             schedule = get_schedule(self.schedule)
-            for name, zero, policy in (("zero", self.zero or 0, "none"), ("activation-checkpoint", 0, checkpoint)):
-                if reason := schedule.refuse_policies(zero, policy):
-                    value = zero if name == "zero" else self.activation_checkpoint
+            zero = FREED if isinstance(self.zero, str) else self.zero or 0
+            for name, each, policy in (("zero", zero, "none"), ("activation-checkpoint", 0, checkpoint)):
+                if reason := schedule.refuse_policies(each, policy):
+                    value = self.zero if name == "zero" else self.activation_checkpoint
                     raise AutoparError(
                         f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="let one of the two free"
                     )
@@ -310,7 +311,7 @@ def _splits_evenly(space: Space, batch: BatchSplit, parts: int) -> bool:
 
 
 def pipelines_for(
-    mesh: Mesh, pins: Pins, pieces: int, zero: int = 0, checkpoint: Checkpointing = "none"
+    mesh: Mesh, pins: Pins, pieces: int, zero: Zero = 0, checkpoint: Checkpointing = "none"
 ) -> list[Pipeline]:
     """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
@@ -318,7 +319,7 @@ def pipelines_for(
         schedule = get_schedule(name)
         if pins.schedule is None and mesh.microbatches < schedule.searched_from:
             continue
-        if schedule.refuse_policies(zero, name_of(checkpoint)):
+        if schedule.refuse_policies(highest(zero), name_of(checkpoint)):
             continue
         for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
             if stages * mesh.pp <= pieces and not schedule.refuse(mesh.pp, stages, mesh.microbatches):
@@ -358,11 +359,15 @@ def checkpoints_for(graph: ModelGraph, pins: Pins) -> tuple[Checkpointing, ...]:
     return (by_unit(graph, parse_checkpoints(pinned, where=where), where=where, default="none"),)
 
 
-def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp (and cp), or over its ranks of one node."""
-    found: list[tuple[int, int]] = []
-    for zero in zeros_for(mesh, pins):
-        if zero < 2:
+def shardings_for(graph: ModelGraph, mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[Zero, int], ...]:
+    """(ZeRO stage, replicas): stages 2 and 3 split over all of dp (and cp), or over its ranks of one node.
+
+    Raises:
+        AutoparError: a pin names a block that there is not.
+    """
+    found: list[tuple[Zero, int]] = []
+    for zero in (pinned_zero(graph, pins),) if isinstance(pins.zero, str) else zeros_for(mesh, pins):
+        if highest(zero) < 2:
             sizes = [mesh.dp] if pins.zero_shard_size is None else []
         elif pins.zero_shard_size is not None:
             sizes = [pins.zero_shard_size // mesh.cp]
@@ -374,10 +379,21 @@ def shardings_for(mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[int, 
     return tuple(found)
 
 
+def pinned_zero(graph: ModelGraph, pins: Pins) -> Zero:
+    """The ZeRO stages of the blocks that are pinned.
+
+    Raises:
+        AutoparError: the pin names a block that there is not.
+    """
+    where = f"--zero {pins.zero}"
+    stages = parse_zero(str(pins.zero), where=where)
+    return stages if isinstance(stages, int) else stages_by_unit(graph, stages, where=where)
+
+
 def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
-    """ZeRO stages."""
+    """ZeRO stages; 3 where blocks have pinned ones of 2 and 3."""
     if pins.zero is not None:
-        return (pins.zero,)
+        return (FREED if isinstance(pins.zero, str) else pins.zero,)
     return ZERO_STAGES if mesh.state_ranks > 1 else (0,)
 
 

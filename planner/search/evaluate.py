@@ -18,6 +18,7 @@ from ..checkpointing import Checkpointing
 from ..schedules import Schedule, action_table, get_schedule, kept_at_once, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
+from ..zero import Zero, highest
 from .pipeline_buffers import buffered, microbatches_kept
 from .prices import Prices, edge_of, slowest_of_nodes
 from .stage_costs import PricedStage, StageCost, StageCosts
@@ -50,7 +51,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rank:
+class Rank:
     """The stages of one pipeline rank. `acting_seconds`: of one microbatch, with what the schedule takes of the host;
     `after_seconds`: once a step."""
 
@@ -121,7 +122,7 @@ class Evaluator:
         stages: Sequence[tuple[int, int]],
         *,
         schedule: str,
-        zero: int,
+        zero: Zero,
         activation_checkpoint: Checkpointing,
         known_seconds: float = inf,
         room_bytes: float = inf,
@@ -133,7 +134,7 @@ class Evaluator:
         microbatches, ranks = self.mesh.microbatches, self.mesh.pp
         order = get_schedule(schedule)
         of_rank = stages_by_rank(schedule, ranks, len(stages))
-        by_rank = self._ranks(stages, order, zero, activation_checkpoint)
+        by_rank = self.ranks(stages, order, zero, activation_checkpoint)
         after = max(rank.after_seconds for rank in by_rank)
         started = self.prices.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
         slower = slowest_of_nodes(self.mesh, self.prices.cluster)
@@ -173,16 +174,16 @@ class Evaluator:
             is_simulated=is_simulated,
         )
 
-    def _ranks(
-        self, stages: Sequence[tuple[int, int]], order: Schedule, zero: int, activation_checkpoint: Checkpointing
-    ) -> list[_Rank]:
+    def ranks(
+        self, stages: Sequence[tuple[int, int]], order: Schedule, zero: Zero, activation_checkpoint: Checkpointing
+    ) -> list[Rank]:
         """Every pipeline rank; those with equal stages and messages are one object."""
         ranks, microbatches = self.mesh.pp, self.mesh.microbatches
         priced = [self.costs.priced(first, last, zero, activation_checkpoint) for first, last in stages]
         sends = [self._stage_send_seconds(order, s, stages) for s in range(len(stages))]
         kept = kept_at_once(order.name, ranks, microbatches, len(stages) // ranks)
-        known: dict[object, _Rank] = {}
-        found: list[_Rank] = []
+        known: dict[object, Rank] = {}
+        found: list[Rank] = []
         stack = self.prices.stack
         priced = [buffered(stage, s, self.program, stack, len(stages)) for s, stage in enumerate(priced)]
         for rank, mine in enumerate(stages_by_rank(order.name, ranks, len(stages))):
@@ -191,7 +192,7 @@ class Evaluator:
             counts = microbatches_kept(kept[rank], mine, stack, len(stages))
             key = (of_stage, slowdown, counts)
             if key not in known:
-                known[key] = self._rank(of_stage, slowdown, counts, order, zero, is_pipeline=len(stages) > 1)
+                known[key] = self._rank(of_stage, slowdown, counts, order, highest(zero), is_pipeline=len(stages) > 1)
             found.append(known[key])
         return found
 
@@ -204,7 +205,7 @@ class Evaluator:
         zero: int,
         *,
         is_pipeline: bool,
-    ) -> _Rank:
+    ) -> Rank:
         memory = self.costs.memory
         priced = [stage for stage, _, _ in of_stage]
 
@@ -225,7 +226,7 @@ class Evaluator:
                     action_seconds=self._action_seconds(cost, order, is_first=is_first, is_pipeline=is_pipeline),
                 )
             )
-        return _Rank(
+        return Rank(
             stages=tuple(costs),
             memory=together,
             busy_seconds=sum(cost.busy_seconds for cost in costs),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
+from ..zero import Zero
 from .assignment import NoAssignment
 from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
@@ -96,7 +97,7 @@ class ExactSearch:
         leaves: list[tuple[float, Policy]] = []
         if self._closed(floor_seconds(self.setting, built, uses, alive)):
             return True
-        for zero, replicas in shardings_for(mesh, self.setting.pins, self.setting.cluster):
+        for zero, replicas in shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in checkpoints_for(self.setting.graph, self.setting.pins):
                 policy = self._any_cut(uses, zero, replicas, checkpoint)
                 bound = self._relaxed(built, uses, alive, policy)
@@ -117,7 +118,7 @@ class ExactSearch:
                 return False
         return True
 
-    def _any_cut(self, uses: Uses, zero: int, replicas: int, checkpoint: Checkpointing) -> Policy:
+    def _any_cut(self, uses: Uses, zero: Zero, replicas: int, checkpoint: Checkpointing) -> Policy:
         return Policy(
             stages=None,
             zero=zero,
@@ -204,7 +205,7 @@ def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequenc
 
 def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]]) -> float:
     """No plan on the mesh is faster, under whatever policy; infinite where there are no placements."""
-    shardings = shardings_for(uses.prices.mesh, setting.pins, setting.cluster)
+    shardings = shardings_for(setting.graph, uses.prices.mesh, setting.pins, setting.cluster)
     zero, replicas = shardings[0] if len(shardings) == 1 else (None, 1)
     stages = ((0, len(uses.space.graph.units)),) if uses.prices.mesh.pp == 1 else None
     policy = Policy(

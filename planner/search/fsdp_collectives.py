@@ -19,7 +19,7 @@ What was measured with PyTorch 2.13, and is relied on:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
@@ -31,10 +31,10 @@ _STAGES_AHEAD = 3  # default of torch.distributed.pipelining.schedules._add_unsh
 
 
 def fsdp_collectives(
-    held: Iterable[HeldParameter], mesh: Mesh, gathers: tuple[int, int], *, has_blocks: bool
+    held: Iterable[HeldParameter], mesh: Mesh, gathers: Mapping[str, int]
 ) -> Iterator[tuple[str, str, int, int]]:
     """(axis, operation, bytes, count) of one stage: over all of dp and cp, or within groups of it (dp_shard) whose
-    gradients are then added up (dp_replicate). `gathers`: of a block and of the root, as `gathers_a_step` has them."""
+    gradients are then added up (dp_replicate). `gathers`: of each group."""
     axis, shards = "dp_shard" if mesh.replicas > 1 else mesh.state_axis, mesh.shards
     gathered: Counter[str] = Counter()
     scattered: Counter[str] = Counter()
@@ -43,7 +43,7 @@ def fsdp_collectives(
         if parameter.trainable:
             scattered[parameter.group] += padded_bytes(parameter, shards)
     for group, num_bytes in gathered.items():
-        yield axis, "all_gather", num_bytes, gathers[has_blocks and not group]
+        yield axis, "all_gather", num_bytes, gathers[group]
         if scattered[group]:
             yield axis, "reduce_scatter", scattered[group], 1
             if mesh.replicas > 1:

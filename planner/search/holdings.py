@@ -20,10 +20,11 @@ Counted = tuple[tuple[HeldParameter, int], ...]  # parameters without FQN and gr
 @dataclass(frozen=True, eq=False)
 class Holdings:
     """`groups`: the parameters that ZeRO exchanges together, and how many such groups there are. `root`: the one of
-    them that lies outside the blocks."""
+    them that lies outside the blocks. `kept`: those of blocks under ZeRO-2, where others are under ZeRO-3."""
 
     groups: tuple[tuple[Counted, int], ...]
     root: Counted = ()
+    kept: tuple[tuple[Counted, int], ...] = ()
     _sizes: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = field(default_factory=dict, init=False)
 
     @staticmethod
@@ -76,6 +77,17 @@ class Holdings:
         return self.trained[0][0].dtype
 
     @cached_property
+    def kept_bytes(self) -> int:
+        """Of blocks under ZeRO-2 where others are under ZeRO-3, on one rank before dp shards them."""
+        return sum(times * count * parameter_bytes(p) for members, times in self.kept for p, count in members)
+
+    @cached_property
+    def freed(self) -> Holdings:
+        """What is not `kept`."""
+        counts = Counter(dict(self.groups)) - Counter(dict(self.kept))
+        return Holdings(groups=tuple(counts.items()), root=self.root) if self.kept else self
+
+    @cached_property
     def num_elements(self) -> int:
         return sum(count * num_elements(parameter) for parameter, count in self.parameters)
 
@@ -88,6 +100,10 @@ class Holdings:
         if key not in self._sizes:
             self._sizes[key] = tuple(_padded(self.groups, dp, zero, trained=trained))
         return self._sizes[key]
+
+    def kept_group_bytes(self, dp: int) -> tuple[tuple[int, int], ...]:
+        """The same of `kept`."""
+        return tuple(_padded(self.kept, dp, 2, trained=False))
 
     def root_bytes(self, dp: int) -> int:
         """The same of what lies outside the blocks; 0 where there are no blocks."""
@@ -123,10 +139,13 @@ def _folded(groups: Iterable[tuple[Counted, int]], root: Counted) -> Holdings:
     return Holdings(groups=tuple(counts.items()), root=root)
 
 
-def stage_holdings(program: ModelProgram, first: int, last: int, sharing: frozenset[int]) -> Holdings:
+def stage_holdings(
+    program: ModelProgram, first: int, last: int, sharing: frozenset[int], kept: frozenset[int] = frozenset()
+) -> Holdings:
     """`Holdings.of(held_parameters(program, first, last))`, without going through equal units one by one.
 
-    `sharing`: the units that hold a tensor which another unit holds too.
+    `sharing`: the units that hold a tensor which another unit holds too. `kept`: those under ZeRO-2 where others are
+    under ZeRO-3.
     """
     graph = program.graph
     templates = Counter(
@@ -149,7 +168,17 @@ def stage_holdings(program: ModelProgram, first: int, last: int, sharing: frozen
             for parameter, count in members.items():
                 root[parameter] += times * count
     outside = tuple(root.items())
-    return _folded(((members, times) for members, times in (*groups, (outside, 1)) if members), outside)
+    found = _folded(((members, times) for members, times in (*groups, (outside, 1)) if members), outside)
+    if not kept:
+        return found
+    names = {graph.units[index].fqn for index in kept}
+    alike = Counter(graph.units[index].template for index in kept if index not in sharing)
+    whole = [(tuple(members.items()), 1) for fqn, members in by_group.items() if fqn in names]
+    whole += [
+        (tuple(Counter(parameter for _, parameter in parameters_of(program, template)).items()), times)
+        for template, times in alike.items()
+    ]
+    return replace(found, kept=_folded(((members, times) for members, times in whole if members), ()).groups)
 
 
 def num_elements(parameter: HeldParameter) -> int:

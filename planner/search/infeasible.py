@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...cost_models.units import GIB
+from ..blocks import by_pattern
 from ..capture.graph import ModelGraph
 from ..checkpointing import name_of
 from ..errors import InfeasibleError
+from ..zero import highest, zero_text
 from .answer import NothingFits, Setting
 from .nearest_change import Changes
 
@@ -23,13 +25,14 @@ def explain(
     parts = sorted(((size, name) for name, size in memory.items() if name != "total" and size), reverse=True)
     held = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for size, name in parts[:3])
     mesh = ",".join(f"{name}={size}" for name, size in least.mesh.written.items())
+    zero = zero_text(highest(least.zero), by_pattern(setting.graph, least.zero))
     where = "rank" if len(least.stages) > least.mesh.pp else "stage"
     nearest = Changes(setting, nothing, smaller).nearest()
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB, "
         f"short by {needs - has:.1f} GiB ({held})",
         where=f"{where} {rank} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
-        f"zero={least.zero}, activation checkpointing {name_of(least.activation_checkpoint)}",
+        f"zero={zero}, activation checkpointing {name_of(least.activation_checkpoint)}",
         fix=nearest or "no nearby change fits: use a smaller model, or smaller samples",
     )
 

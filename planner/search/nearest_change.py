@@ -14,8 +14,8 @@ from math import ceil, inf
 
 from ...cost_models.errors import AutoparError
 from ...cost_models.units import GIB
+from ..blocks import by_pattern, written
 from ..capture.graph import ModelGraph
-from ..checkpointing import by_pattern
 from ..sharding.mesh import Mesh
 from .answer import Candidate, NothingFits, Setting
 from .batch import find_batch_split
@@ -177,10 +177,10 @@ class Changes:
 def _flags(graph: ModelGraph, found: Candidate) -> str:
     """The plan as pins."""
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.written.items())
-    zero = f" --zero {found.zero}" if found.mesh.state_ranks > 1 else ""
-    of_blocks = by_pattern(graph, found.activation_checkpoint)
-    checkpoint = ",".join(f"{pattern}={policy}" for pattern, policy in of_blocks.items())
-    return f"--mesh {mesh}{zero} --activation-checkpoint {checkpoint or found.activation_checkpoint}"
+    stages = written(by_pattern(graph, found.zero)) or found.zero
+    zero = f" --zero {stages}" if found.mesh.state_ranks > 1 else ""
+    checkpoint = written(by_pattern(graph, found.activation_checkpoint)) or found.activation_checkpoint
+    return f"--mesh {mesh}{zero} --activation-checkpoint {checkpoint}"
 
 
 __all__ = ["Changes"]

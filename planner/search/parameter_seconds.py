@@ -111,10 +111,13 @@ class ParameterSeconds:
         is_kept = zero == 2 or stack.resharding == "never"
         is_sharded = stack.accumulation == "sharded"
         gathers_each = stack.accumulation != "unsharded"
-        ahead = blocks + root if is_kept else times * blocks + (times if gathers_each else 1) * root
-        back = (times if is_sharded else 1) * scatter
+        kept = blocks
         if not is_kept:
-            back += (times if gathers_each else 1) * blocks
+            sizes = held.kept_group_bytes(shards)
+            kept = sum(price("dp_shard", "all_gather", gathered_bytes(size, stack)) * n for size, n in sizes)
+        freed = blocks - kept
+        ahead = kept + times * freed + (times if gathers_each and not is_kept else 1) * root
+        back = (times if is_sharded else 1) * scatter + (times if gathers_each else 1) * freed
         # Nothing computes while the first group is gathered and the last reduced.
         largest = (max((seconds for seconds, _ in each), default=0.0) for each in ((*gathers, (root, 1)), scatters))
         hides_back = stack.fsdp_overlap == "always" or self.mesh.tp == 1
@@ -135,12 +138,12 @@ class ParameterSeconds:
         size = held.num_bytes
         reduced = self._reduced_bytes(size, held.parameters[0][0].dtype) if held.parameters else 0
         rate = gpu.hbm_bytes_per_second * gpu.hbm_fraction
-        is_kept = zero == 2 or stack.resharding == "never"
+        kept = size if zero == 2 or stack.resharding == "never" else held.kept_bytes
+        freed = size - kept
         once = 1 / self.mesh.microbatches
-        ahead = 2 * size / rate * (once if is_kept else 1)
+        ahead = 2 * kept / rate * once + 2 * freed / rate
         back = (size + reduced) / rate * (1 if stack.accumulation == "sharded" else once)
-        if not is_kept:
-            back += 2 * size / rate * (once if stack.accumulation == "unsharded" else 1)
+        back += 2 * freed / rate * (once if stack.accumulation == "unsharded" else 1)
         hooks_ahead, hooks_back = fsdp_hooks(held, gpu)
         return ahead + hooks_ahead, back + hooks_back
 

@@ -16,6 +16,7 @@ from ..checkpointing import MIXED, Checkpointing
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
+from ..zero import Zero, highest
 from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
 from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
@@ -42,7 +43,7 @@ class Way:
     floor_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
-    zero: int
+    zero: Zero
     checkpoint: Checkpointing
 
     @property
@@ -102,7 +103,7 @@ class Pricer:
             slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
         )
 
-    def pipelines(self, mesh: Mesh, zero: int = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
+    def pipelines(self, mesh: Mesh, zero: Zero = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
         return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
 
     def priced(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Priced:
@@ -143,7 +144,7 @@ class Pricer:
     def _ways(self, mesh: Mesh, placements: Placements, known_seconds: float) -> Iterator[Way]:
         """Every policy but those with so much recomputation that the units alone take `known_seconds`."""
         pins = self.setting.pins
-        shardings = shardings_for(mesh, pins, self.setting.cluster)
+        shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
         for checkpoint in checkpoints_for(self.setting.graph, pins):
             if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
@@ -165,7 +166,7 @@ class Pricer:
         evaluator, (schedule, _), zero = way.evaluator, way.pipeline, way.zero
         if self.setting.pins.activation_checkpoint is not None or fits != is_lean:
             return None
-        if get_schedule(schedule).refuse_policies(zero, MIXED):
+        if get_schedule(schedule).refuse_policies(highest(zero), MIXED):
             return None
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None
@@ -188,7 +189,12 @@ class Pricer:
         return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)
 
     def candidate(
-        self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing, known_seconds: float = inf
+        self,
+        evaluator: Evaluator,
+        pipeline: Pipeline,
+        zero: Zero,
+        checkpoint: Checkpointing,
+        known_seconds: float = inf,
     ) -> Candidate | None:
         """One policy under its best cut; None where the schedule would lose gradients."""
         stages = self._cut(evaluator, pipeline, zero, checkpoint)
@@ -227,7 +233,7 @@ class Pricer:
         evaluator: Evaluator,
         stages: Stages,
         schedule: str,
-        zero: int,
+        zero: Zero,
         checkpoint: Checkpointing,
         known_seconds: float,
     ) -> Candidate:
@@ -250,7 +256,7 @@ class Pricer:
             hbm_bytes=self.devices.of(evaluator.mesh).hbm_bytes,
         )
 
-    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: int, checkpoint: Checkpointing) -> Stages:
+    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: Zero, checkpoint: Checkpointing) -> Stages:
         mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = len(self.space.graph.units)
         if mesh.pp == 1:

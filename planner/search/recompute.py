@@ -35,9 +35,11 @@ from itertools import accumulate, product
 from math import inf
 
 from ...cost_models.memory import FRAGMENTATION_FRACTION
+from ..blocks import is_block
 from ..capture.graph import ModelGraph
-from ..checkpointing import POLICIES, Checkpointing, in_short, is_block
+from ..checkpointing import POLICIES, Checkpointing, in_short
 from ..schedules import kept_at_once, stages_by_rank
+from ..zero import Zero, highest
 from .evaluate import Evaluator
 
 _NONE, _SELECTIVE, _FULL = POLICIES
@@ -140,7 +142,7 @@ class Recomputation:
     evaluator: Evaluator
     stages: tuple[tuple[int, int], ...]
     schedule: str
-    zero: int
+    zero: Zero
     hbm_bytes: tuple[int, ...]
 
     def least(self, missing_bytes: Sequence[int]) -> Checkpointing | None:
@@ -182,7 +184,7 @@ class Recomputation:
         def needed(working_bytes: int) -> float:
             """What has to be spared for the rank to fit, when its blocks work with so much."""
             parts = [replace(stage.still, temporary=working_bytes) for stage in priced]
-            beside = memory.of_rank(parts, self.zero)["total"]
+            beside = memory.of_rank(parts, highest(self.zero))["total"]
             return activations - (room_bytes - beside) / (1 + FRAGMENTATION_FRACTION)
 
         if needed(least_working) > activations:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..checkpointing import Checkpointing, name_of
 from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
+from ..zero import highest
 from .assignment import NoAssignment
 from .candidates import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
@@ -119,9 +120,9 @@ class Refiner:
             return
         if joint is None:
             return
-        shardings = shardings_for(mesh, self.setting.pins, self.setting.cluster)
+        shardings = shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster)
         for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
-            if get_schedule(schedule).refuse_policies(zero, name_of(checkpoint)):
+            if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
                 continue
             policy = Policy(
                 stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
+from ..blocks import is_block
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
+from ..zero import KEPT, Zero, highest
 from .holdings import Holdings, stage_holdings
 from .parameter_seconds import ParameterSeconds
 from .prices import Prices
@@ -102,10 +104,10 @@ class StageCosts:
     keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
     optimizer: str
     precision: str
-    _stages: dict[tuple[Hashable, int], PricedStage] = field(default_factory=dict, init=False)
-    _states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
+    _stages: dict[tuple[Hashable, Zero], PricedStage] = field(default_factory=dict, init=False)
+    _states: dict[Zero, tuple[float, ...]] = field(default_factory=dict, init=False)
     _kinds: dict[tuple[int, int, Checkpointing], Hashable] = field(default_factory=dict, init=False)
-    _wholes: dict[tuple[int, Checkpointing], StageCost] = field(default_factory=dict, init=False)
+    _wholes: dict[tuple[Zero, Checkpointing], StageCost] = field(default_factory=dict, init=False)
     _least_states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
@@ -152,6 +154,16 @@ class StageCosts:
             known[key] = stage_holdings(program, first, last, self.kinds.sharing)
         return known[key]
 
+    def _both_held(self, first: int, last: int, zero: Zero) -> tuple[Holdings, Holdings]:
+        """In the dtypes that run and in those that are stored."""
+        if isinstance(zero, int):
+            return self._held(first, last), self._held(first, last, stored=True)
+        units = range(max(first, 1), last)
+        kept = frozenset(index for index in units if zero[index] == KEPT and is_block(self.program.graph, index))
+        programs = self.program, self._master_program
+        held, stored = (stage_holdings(program, first, last, self.kinds.sharing, kept) for program in programs)
+        return held, stored
+
     def _kind_of_stage(self, first: int, last: int, recompute: Checkpointing) -> Hashable:
         """Equal for stages that cost the same: the same templates and policies, in order, and the same shared
         tensors."""
@@ -162,16 +174,16 @@ class StageCosts:
             self._kinds[key] = Once((first <= 1, shared, self.kinds.templates[max(first, 1) : last], policies))
         return self._kinds[key]
 
-    def priced(self, first: int, last: int, zero: int, recompute: Checkpointing) -> PricedStage:
+    def priced(self, first: int, last: int, zero: Zero, recompute: Checkpointing) -> PricedStage:
         """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
         kind = self._kind_of_stage(first, last, recompute)
-        key = (kind, zero)
+        key = (kind, zero if isinstance(zero, int) else zero[max(first, 1) : last])
         if key not in self._stages:
             passes = self._passes(first, last, recompute, kind)
-            held, stored = self._held(first, last), self._held(first, last, stored=True)
+            held, stored = self._both_held(first, last, zero)
             self._stages[key] = PricedStage(
-                cost=self._cost(held, stored, zero, passes),
-                still=self.memory.without_activations(passes.working_bytes, held, stored, zero),
+                cost=self._cost(held, stored, highest(zero), passes),
+                still=self.memory.without_activations(passes.working_bytes, held, stored, highest(zero)),
                 saved_bytes=self._saved_bytes(first, last, recompute, kind),
             )
         return self._stages[key]
@@ -243,8 +255,10 @@ class StageCosts:
         """The cost of every unit but the prelude."""
         return tuple(self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates)))
 
-    def states(self, zero: int) -> tuple[float, ...]:
+    def states(self, zero: Zero) -> tuple[float, ...]:
         """Parameters, gradients and optimizer state of every unit but the prelude."""
+        if not isinstance(zero, int):
+            return tuple(self.states(stage)[index] for index, stage in enumerate(zero[1:]))
         if zero not in self._states:
             found = self._by_template(lambda index: self._unit_states(index, zero))
             shared = {index: self._unit_states(index, zero) for index in self.kinds.sharing if index}
@@ -266,13 +280,13 @@ class StageCosts:
 
     # --- what no cut does without ---
 
-    def whole(self, zero: int, recompute: Checkpointing) -> StageCost:
+    def whole(self, zero: Zero, recompute: Checkpointing) -> StageCost:
         """The whole model as one stage: whatever the cut, the stages' passes add up to at least its own."""
         if (zero, recompute) not in self._wholes:
             last = len(self.kinds.templates)
             passes = self._passes(0, last, recompute, self._kind_of_stage(0, last, recompute))
-            held, stored = self._held(0, last), self._held(0, last, stored=True)
-            self._wholes[zero, recompute] = self._cost(held, stored, zero, passes)
+            held, stored = self._both_held(0, last, zero)
+            self._wholes[zero, recompute] = self._cost(held, stored, highest(zero), passes)
         return self._wholes[zero, recompute]
 
     def least_states(self, zero: int) -> tuple[float, ...]:

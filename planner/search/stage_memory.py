@@ -45,6 +45,8 @@ class StageMemory:
             optimizer=self.optimizer,
             precision=self.precision,
             largest_unit_bytes=_largest(stored.group_bytes(1)),
+            kept_bytes=sum(size * count for size, count in stored.kept_group_bytes(1)),
+            largest_freed_bytes=_largest(stored.freed.group_bytes(1)),
             shard_bytes=self._shard_bytes(stored, zero),
             frozen_bytes=frozen,
         )
@@ -64,6 +66,11 @@ class StageMemory:
             else:
                 memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=working_bytes)
+
+    @property
+    def frees_parameters(self) -> bool:
+        """Whether ZeRO-3 holds less than ZeRO-2 does."""
+        return self.prices.mesh.shards > 1 and not (self._keeps_parameters or self._keeps_gradients)
 
     @property
     def _keeps_gradients(self) -> bool:

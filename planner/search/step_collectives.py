@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..blocks import is_block
 from ..capture.graph import ITEM_BYTES, Value
 from ..checkpointing import Checkpointing, policy_of
 from ..plan import CollectivePlan
@@ -27,6 +28,7 @@ from ..sharding.placement import PARTIAL, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
 from ..sharding.rules.registry import saved_of
+from ..zero import Zero, highest, stage_of
 from .fsdp_collectives import fsdp_collectives, gathers_a_step, zero1_collectives
 from .held_parameters import HeldParameter, held_parameters, shard_bytes
 from .split_backward import run_twice
@@ -39,7 +41,7 @@ def expected_collectives(
     program: ModelProgram,
     stages: Sequence[tuple[int, int]],
     *,
-    zero: int,
+    zero: Zero,
     schedule: str,
     activation_checkpoint: Checkpointing,
     state_rank: int = 0,
@@ -190,11 +192,11 @@ def _once_a_step(
     stages: Sequence[tuple[int, int]],
     order: Schedule,
     mine: Sequence[int],
-    zero: int,
+    zero_of: Zero,
     state_rank: int,
 ) -> Iterator[tuple[str, str, int, str, int]]:
     """(axis, op, bytes, reason, count) of pipeline messages, parameters, loss and clipping of one rank's stages."""
-    graph, mesh = program.graph, program.mesh
+    graph, mesh, zero = program.graph, program.mesh, highest(zero_of)
     microbatches = mesh.share(state_rank // mesh.cp)
     for stage in mine:
         for neighbour, boundary in ((stage - 1, stages[stage][0]), (stage + 1, stages[stage][1])):
@@ -213,10 +215,9 @@ def _once_a_step(
         for op, num_bytes, count in zero1_collectives([p for stage in mine for p in held[stage]], mesh.state_ranks):
             yield mesh.state_axis, op, num_bytes, "zero1", count
     elif shards > 1:
-        has_blocks = any(graph.templates[unit.template].is_module for unit in graph.units[1:])
         for stage in mine:
-            gathers = gathers_a_step(order.name, mesh.pp, microbatches, len(mine), stage, zero)
-            found = fsdp_collectives(held[stage], mesh, gathers, has_blocks=has_blocks)
+            gathers = _gathers(program, order, stage, len(mine), microbatches, zero_of)
+            found = fsdp_collectives(held[stage], mesh, gathers)
             yield from ((axis, op, num_bytes, "fsdp", count) for axis, op, num_bytes, count in found)
     trainable = [parameter for stage in mine for parameter in held[stage] if parameter.trainable]
     for axis in reduced_axes(zero):
@@ -231,6 +232,19 @@ def _once_a_step(
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
         yield WORLD, "all_reduce", ITEM_BYTES["float32"], "clip", 1
+
+
+def _gathers(
+    program: ModelProgram, order: Schedule, stage: int, stages_per_rank: int, microbatches: int, zero: Zero
+) -> dict[str, int]:
+    """How often a stage gathers the parameters of each block, and of the root, "": as of a block if there is none."""
+    graph, mesh = program.graph, program.mesh
+
+    def times(each: int) -> tuple[int, int]:
+        return gathers_a_step(order.name, mesh.pp, microbatches, stages_per_rank, stage, each)
+
+    blocks = {unit.fqn: stage_of(zero, index) for index, unit in enumerate(graph.units) if is_block(graph, index)}
+    return {**{fqn: times(each)[0] for fqn, each in blocks.items()}, "": times(highest(zero))[bool(blocks)]}
 
 
 def reduced_axes(zero: int) -> tuple[str, ...]:

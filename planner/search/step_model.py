@@ -37,6 +37,7 @@ from ...cost_models.optimizer import get_optimizer
 from ..capture.graph import Kind, ModelGraph, Ref, TensorType
 from ..checkpointing import Checkpointing, policy_of
 from ..schedules import Schedule, get_schedule, in_flight
+from ..zero import Zero, highest
 from .assignment import Choice
 from .candidates import pipeline_factor
 from .linear import Linear, add, scaled, sum_of
@@ -59,7 +60,7 @@ class Policy:
     """
 
     stages: tuple[tuple[int, int], ...] | None
-    zero: int | None
+    zero: Zero | None
     schedule: str
     activation_checkpoint: Checkpointing
     replicas: int = 1  # of ZeRO-2 and ZeRO-3 shards
@@ -82,12 +83,13 @@ class StepModel:
         precision: str,
     ) -> None:
         self.policy, self.optimizer, self.precision = policy, optimizer, precision
+        self.zero = None if policy.zero is None else highest(policy.zero)
         self.prices = replace(uses.prices, mesh=replace(uses.prices.mesh, replicas=policy.replicas))
         self.mesh, self.cluster = self.prices.mesh, self.prices.cluster
         self.slower = slowest_of_nodes(self.mesh, self.cluster)
         self.space = uses.space
         self.columns = StepColumns(self.space, built, alive)
-        self.parameters = StepParameters(self.columns, master, self.prices, zero=policy.zero, optimizer=optimizer)
+        self.parameters = StepParameters(self.columns, master, self.prices, zero=self.zero, optimizer=optimizer)
         self.objective = self._step(StepUnits(self.columns, uses))
         self.constant = self.objective.pop(None, 0.0)
         self.columns.lp.setObjective(pulp.LpAffineExpression(list(self.objective.items())))
@@ -242,7 +244,7 @@ class StepModel:
 
         `stages`: units, parameters, microbatches in flight.
         """
-        gpu, mesh, zero = self.cluster.gpu, self.mesh, self.policy.zero
+        gpu, mesh, zero = self.cluster.gpu, self.mesh, self.zero
         if zero is None or not self.policy.must_fit:
             return
         states = get_optimizer(self.optimizer).states

@@ -24,6 +24,7 @@ from .candidates import (
     always_fills,
     bound_seconds,
     checkpoints_for,
+    shardings_for,
     whole_model,
     zeros_for,
 )
@@ -360,7 +361,8 @@ class _Sweep:
         """An axis as it is used without a planner: all states split over dp, or stages that wait for each other."""
         pins = self.setting.pins
         for mesh in same if time.monotonic() < self.deadline else ():
-            zero = 3 if axis == "dp" and 3 in zeros_for(mesh, pins) else 0
+            shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
+            zero = 3 if axis == "dp" and (3, 1) in shardings else 0
             if mesh.microbatches > 1 or axis not in ("dp", "pp") or (axis == "dp" and not zero):
                 continue
             placements = self.placer.solve(mesh, 0.0)

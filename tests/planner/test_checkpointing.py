@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from autopar.planner.checkpointing import blocks_of, by_pattern, by_unit, described, name_of, parse_checkpoints
+from autopar.planner.blocks import blocks_of, by_pattern
+from autopar.planner.checkpointing import by_unit, described, name_of, parse_checkpoints
 from autopar.planner.diff import diff_plans
 from autopar.planner.errors import AutoparError
 from autopar.planner.explain import decision_line

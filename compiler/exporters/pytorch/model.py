@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -15,6 +15,7 @@ from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import loss_axes, reduced_axes
 from ....planner.sharding.mesh import described_shares
+from ....planner.zero import zero_text
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import LINE_WIDTH, comment, layout, literal, numbers, quote
@@ -60,7 +61,7 @@ def _docstring(modules: Modules, provenance: Provenance) -> list[str]:
     several = f" with {len(options.rank_stages[0])} stages per rank" if len(options.rank_stages[0]) > 1 else ""
     policy += [f"{options.schedule}{several}"] if mesh.pp > 1 else []
     within = f" within groups of {mesh.shards}" if mesh.replicas > 1 else ""
-    policy += [f"ZeRO-{options.zero}{within}"] if mesh.state_ranks > 1 else []
+    policy += [f"ZeRO-{zero_text(options.zero, options.zero_by_block)}{within}"] if mesh.state_ranks > 1 else []
     if options.activation_checkpoint != "none":
         mixed = described(options.checkpoint_by_block)
         policy.append(mixed or f"activation checkpointing {options.activation_checkpoint}")
@@ -176,8 +177,14 @@ def _constants(modules: Modules) -> Iterator[str]:
     if modules.looked_up:
         yield "# Blocks that the backward computes again instead of keeping what they save."
         for policy in ("full", "selective"):
-            if names := _block_names(modules, policy):
-                yield from layout(f"{policy.upper()} = {names}", "")
+            units = [
+                modules.graph.units[index].fqn for index in modules.looked_up if modules.policy_of(index) == policy
+            ]
+            if units:
+                yield from layout(f"{policy.upper()} = {_set_of(units)}", "")
+    if modules.kept_blocks:
+        yield "# Blocks that keep their gathered parameters from forward to backward; the others gather them again."
+        yield from layout(f"ZERO_2 = {_set_of(modules.kept_blocks)}", "")
     if modules.keeps_results:
         yield "# Results that checkpointed blocks keep: these kernels do many operations for each byte that they write."
         kernels = ", ".join(f"torch.ops.{kernel}" for kernel in modules.kept_kernels)
@@ -188,11 +195,10 @@ def _constants(modules: Modules) -> Iterator[str]:
         yield from layout(f"TIED = {{{inner}}}", "")
 
 
-def _block_names(modules: Modules, policy: str) -> str:
-    """The set of the blocks that are found to have a policy when they run, as source; "" if there are none."""
-    units = [modules.graph.units[index].fqn for index in modules.looked_up if modules.policy_of(index) == policy]
+def _set_of(blocks: Iterable[str]) -> str:
+    """The set of some blocks' names, as source."""
     items: list[str] = []
-    for pattern in fold(dict.fromkeys(units)):
+    for pattern in fold(dict.fromkeys(blocks)):
         names = expand(pattern)
         if len(names) == 1:
             items.append(quote(names[0]))
@@ -200,7 +206,7 @@ def _block_names(modules: Modules, policy: str) -> str:
         parent, first = names[0].rpartition(".")[::2]
         numbers = f"{first}, {int(first) + len(names)}" if int(first) else str(len(names))
         items.append(f"*(f{quote(parent + '.{i}')} for i in range({numbers}))")
-    return f"{{{', '.join(items)}}}" if items else ""
+    return f"{{{', '.join(items)}}}"
 
 
 def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
@@ -252,6 +258,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         blocks=list(modules.blocks.values()),
         layers=modules.layers is not None,
         named=bool(modules.looked_up),
+        keeps_some=bool(modules.kept_blocks),
         tied=modules.has_ties and max(modules.tie_ranks) > 1,
         several=modules.has_several_stages,
     )

@@ -174,19 +174,22 @@ def build_stage(
     blocks: Sequence[str],
     layers: bool,
     named: bool,
+    keeps_some: bool,
     tied: bool,
     several: bool,
 ) -> str:
     """`stages`: the class of each; `zero`: the ZeRO stage if there is one, `over` an axis of the mesh; `layers`: stages
-    are given their blocks; `named`: modules are told their names; `tied`: there are groups of ranks that hold tied
-    parameters; `several`: a rank's stages are a list."""
+    are given their blocks; `named`: modules are told their names; `keeps_some`: ZERO_2 names some blocks; `tied`: there
+    are groups of ranks that hold tied parameters; `several`: a rank's stages are a list."""
     text = _build_stages(stages, layers) if several else _build_one(stages, layers)
     if named:
         text += _named(several)
     if zero == 1:
         text += _sharded(several)
     elif zero is not None:
-        text += _fully_sharded(blocks, over, reshard=zero == 3, replicas=replicas, several=several)
+        text += _fully_sharded(
+            blocks, over, reshard=zero == 3, keeps_some=keeps_some, replicas=replicas, several=several
+        )
     built = "stages" if several else "stage"
     if tied:
         text.append(f"    {built}.tied_groups = tied_groups(mesh)")
@@ -244,12 +247,18 @@ def _classes(stages: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"*[{name}] * {count}" for name, count in runs)
 
 
-def _fully_sharded(blocks: Sequence[str], axis: str, *, reshard: bool, replicas: int, several: bool) -> list[str]:
+def _fully_sharded(
+    blocks: Sequence[str], axis: str, *, reshard: bool, keeps_some: bool, replicas: int, several: bool
+) -> list[str]:
     every, size = states_of(axis), axis.upper()
     over = "groups" if replicas > 1 else every
-    arguments = f"mesh={over}, reshard_after_forward={reshard}"
+    each = str(reshard)
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
     lines = [f"    # {policy}."]
+    modules = "module in stage.modules()"
+    if keeps_some:
+        lines = [f"    # {policy}, but for the blocks of ZERO_2: gathered once, then kept."]
+        modules, each = "name, module in stage.named_modules()", "name not in ZERO_2"
     if replicas > 1:
         lines += [
             "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
@@ -261,11 +270,11 @@ def _fully_sharded(blocks: Sequence[str], axis: str, *, reshard: bool, replicas:
         indent += "    "
     if blocks:
         kinds = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
-        lines.append(f"{indent}for module in stage.modules():")
+        lines.append(f"{indent}for {modules}:")
         lines += layout(f"if isinstance(module, {kinds}):", f"{indent}    ")
-        lines.append(f"{indent}        fully_shard(module, {arguments})")
+        lines.append(f"{indent}        fully_shard(module, mesh={over}, reshard_after_forward={each})")
     # What lies outside the blocks is needed again at once in the backward: by default the root is not resharded.
-    whole = f"mesh={over}" if blocks and reshard else arguments
+    whole = f"mesh={over}" + ("" if blocks and reshard else f", reshard_after_forward={reshard}")
     return [
         *lines,
         f"{indent}fully_shard(stage, {whole})",

@@ -13,6 +13,7 @@ from ....planner.search.step_collectives import reduced_axes
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef, kept_kernels
+from ....planner.zero import KEPT, stage_of, stages_by_unit
 from ...held import PRELUDE, HeldTensor
 from ...lower import LoweredModel, Run, StageProgram
 from ...text import identifier
@@ -246,6 +247,17 @@ class Modules:
         if not by_block:
             return self.options.activation_checkpoint
         return by_unit(self.graph, by_block, where="plan.json: checkpoint_by_block")
+
+    @cached_property
+    def kept_blocks(self) -> tuple[str, ...]:
+        """Blocks that keep their gathered parameters from forward to backward, where others free them."""
+        by_block = self.options.zero_by_block
+        if not by_block or not self.has_fsdp:
+            return ()
+        zero = stages_by_unit(self.graph, by_block, where="plan.json: zero_by_block")
+        units = enumerate(self.graph.units)
+        names = (unit.fqn for index, unit in units if unit.template in self.blocks and stage_of(zero, index) == KEPT)
+        return tuple(dict.fromkeys(names))
 
     def policy_of(self, unit: int) -> str:
         """What of a unit the backward computes again."""

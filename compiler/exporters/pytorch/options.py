@@ -9,8 +9,8 @@ from ....planner.checkpointing import MIXED, POLICIES
 from ....planner.errors import AutoparError
 from ....planner.plan import Plan
 from ....planner.schedules import get_schedule, schedule_names
+from ....planner.zero import ZERO_STAGES
 
-ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTS = (*POLICIES, MIXED)
 
 
@@ -30,6 +30,7 @@ class Options:
     stage_seconds: tuple[float, ...] = ()
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     checkpoint_by_block: Mapping[str, str] = field(default_factory=dict)  # as in the plan
+    zero_by_block: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -53,6 +54,7 @@ def options_of(plan: Plan) -> Options:
     """
     options = Options(
         zero=plan.zero,
+        zero_by_block=dict(plan.zero_by_block),
         activation_checkpoint=plan.activation_checkpoint,
         checkpoint_by_block=dict(plan.checkpoint_by_block),
         schedule=plan.schedule,

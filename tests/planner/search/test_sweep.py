@@ -119,11 +119,11 @@ def test_pins_that_no_plan_can_have():
 
 def test_shards_stay_within_a_node_where_that_pays():
     pins = Pins(mesh={"dp": 16}, zero=3)
-    assert shardings_for(Mesh(dp=16), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 2))
-    assert shardings_for(Mesh(dp=16, cp=4), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 8))
-    assert shardings_for(Mesh(dp=4, cp=8), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 4))
-    assert shardings_for(Mesh(dp=8), pins, load_cluster("h100-sxm")) == ((3, 1),)
     graph = residual_mlp(batch=256, width=2048, hidden=8192, depth=4)
+    assert shardings_for(graph, Mesh(dp=16), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 2))
+    assert shardings_for(graph, Mesh(dp=16, cp=4), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 8))
+    assert shardings_for(graph, Mesh(dp=4, cp=8), pins, load_cluster("h100-sxm")) == ((3, 1), (3, 4))
+    assert shardings_for(graph, Mesh(dp=8), pins, load_cluster("h100-sxm")) == ((3, 1),)
     free = search(setting(graph=graph, gpus=16, pins=pins)).best
     whole = search(setting(graph=graph, gpus=16, pins=replace(pins, zero_shard_size=16))).best
     near = search(setting(graph=graph, gpus=16, pins=replace(pins, zero_shard_size=8))).best
