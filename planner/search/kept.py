@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..capture.graph import Value
@@ -17,18 +17,18 @@ from .storages import Storages, storages_of
 class Kept:
     """What autograd keeps of one unit in one microbatch.
 
-    values: memory and its bytes, by the value that made it: an operation's, or an input of the unit.
-    extra_bytes: masks, statistics and copies that are no value of the program.
+    values: memory that another unit may keep as well, and its bytes, by the value that made it: an input or an output.
+    own_bytes: all other memory, with masks, statistics and copies that are no value of the program.
     outputs: memory and bytes of the unit's outputs, kept or not.
     """
 
     values: tuple[tuple[Var, int], ...]
-    extra_bytes: int
+    own_bytes: int
     outputs: tuple[tuple[Var, int], ...]
 
     @property
     def num_bytes(self) -> int:
-        return sum(size for _, size in self.values) + self.extra_bytes
+        return sum(size for _, size in self.values) + self.own_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class KeptTemplate:
             for root in map(storages.root, kept):
                 if root not in held:
                     values[root] = storages.num_bytes[root]
-        return Kept(values=tuple(values.items()), extra_bytes=extra, outputs=self._outputs(storages))
+        return self._kept(values, extra, storages)
 
     def _saved(self, step: Compute) -> Saved:
         return saved_on_device(step.node, step.operand_types, step.outputs, step.call, self.prices.kernels)
@@ -79,11 +79,17 @@ class KeptTemplate:
         made_again = [storages.root(made) for step in results for made in step.results]
         values = {made: storages.num_bytes[made] for made in (*given, *made_again)}
         extra = sum(self._saved(step).extra_bytes for step in results)
-        return Kept(values=tuple(values.items()), extra_bytes=extra, outputs=self._outputs(storages))
+        return self._kept(values, extra, storages)
 
-    def _outputs(self, storages: Storages) -> tuple[tuple[Var, int], ...]:
+    def _kept(self, values: Mapping[Var, int], extra_bytes: int, storages: Storages) -> Kept:
         roots = [storages.root(made) for made in self.lowered.outputs]
-        return tuple((root, storages.num_bytes[root]) for root in roots)
+        crossing = {*self.lowered.inputs, *roots}
+        shared = tuple((root, size) for root, size in values.items() if root in crossing)
+        return Kept(
+            values=shared,
+            own_bytes=sum(values.values()) - sum(size for _, size in shared) + extra_bytes,
+            outputs=tuple((root, storages.num_bytes[root]) for root in roots),
+        )
 
 
 def stage_bytes(
@@ -94,12 +100,12 @@ def stage_bytes(
     `is_view(unit, input)`: whether the conversions at an input leave the memory as it is.
     """
     sizes: dict[Hashable, int] = {}
-    extra = 0
+    own = 0
     for unit in _kept_places(program, units, kept_of, is_view):
         for place, size in unit.values:
             sizes[place.key] = max(size, place.num_bytes, sizes.get(place.key, 0))
-        extra += unit.extra_bytes
-    return sum(sizes.values()) + extra
+        own += unit.own_bytes
+    return sum(sizes.values()) + own
 
 
 def first_kept_bytes(
@@ -109,7 +115,7 @@ def first_kept_bytes(
     seen: set[Hashable] = set()
     found: list[int] = []
     for unit in _kept_places(program, units, kept_of, is_view):
-        found.append(unit.extra_bytes + sum(size for place, size in unit.values if place.key not in seen))
+        found.append(unit.own_bytes + sum(size for place, size in unit.values if place.key not in seen))
         seen.update(place.key for place, _ in unit.values)
     return tuple(found)
 
@@ -125,7 +131,7 @@ class _Place:
 @dataclass(frozen=True, slots=True)
 class _KeptUnit:
     values: tuple[tuple[_Place, int], ...]
-    extra_bytes: int
+    own_bytes: int
 
 
 def _kept_places(
@@ -141,7 +147,7 @@ def _kept_places(
             if is_view(index, position):
                 inputs[made] = places.get(value, _Place(value, 0))
         yield _KeptUnit(
-            tuple((inputs.get(root) or _Place((index, root), 0), size) for root, size in kept.values), kept.extra_bytes
+            tuple((inputs.get(root) or _Place((index, root), 0), size) for root, size in kept.values), kept.own_bytes
         )
         for output, (root, size) in enumerate(kept.outputs):
             given = inputs.get(root)

@@ -61,16 +61,9 @@ def _lost_weights(program: ModelProgram, first: int, last: int) -> str:
     for index in range(first, last):
         unit = graph.units[index]
         lowered = program.templates[unit.template]
-        inside = {made for made, value in zip(lowered.inputs, unit.inputs, strict=True) if value in reached}
-        for step in lowered.steps:
-            if isinstance(step, Convert):
-                if step.source in inside:
-                    inside.add(step.target)
-            elif any(operand in inside for operand in step.operands):
-                inside.update(step.results)
-        for output, made in enumerate(lowered.outputs):
+        for output, reads in enumerate(lowered.reads):
             value = Value(index, output)
-            if made in inside:
+            if any(unit.inputs[position] in reached for position in reads):
                 reached.add(value)
             elif graph.type_of(value).requires_grad and _leaves(program, value, last):
                 return unit.fqn or lowered.template.name

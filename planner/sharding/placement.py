@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 from ..capture.graph import TensorType
 from .mesh import Axis
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
+    """A named tuple, since a search looks pairs up millions of times."""
+
     kind: str  # "S" | "R" | "R/P" | "P/R"
     dim: int = -1
     groups: int = 1

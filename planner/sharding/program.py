@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
 from .mesh import MICROBATCH, Axis, Mesh
@@ -63,7 +63,7 @@ class Compute:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TemplateProgram:
     """A template on one rank. `inputs`: Vars of INPUT nodes; `tensors`: those of PARAMETER, BUFFER, CONSTANT nodes."""
 
@@ -79,6 +79,19 @@ class TemplateProgram:
         for step in self.steps:
             found.extend(step.collectives if isinstance(step, Compute) else conversion_uses(step))
         return tuple(found)
+
+    @cached_property
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """For every output the positions of the inputs that it is computed from."""
+        none: frozenset[int] = frozenset()
+        found = {made: frozenset((position,)) for position, made in enumerate(self.inputs)}
+        for step in self.steps:
+            if isinstance(step, Convert):
+                found[step.target] = found.get(step.source, none)
+            else:
+                inputs = none.union(*(found.get(operand, none) for operand in step.operands))
+                found.update(dict.fromkeys(step.results, inputs))
+        return tuple(found.get(made, none) for made in self.outputs)
 
 
 def conversion_uses(step: Convert) -> tuple[CollectiveUse, ...]:

@@ -49,7 +49,7 @@ def _options(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
         # The query heads of every key-value head are split among ranks that all hold that head.
         places = _with_mask([split(heads), None, None], mask, node.output, heads)
         if places is not None:
-            places = [place and replace(place, groups=num_groups) for place in places]
+            places = [place and split(place.dim, num_groups) for place in places]
             found.append(run_option("r", query.shape[heads] // num_groups, places, [split(heads, num_groups)]))
     queries = count - 2
     places = _with_mask([split(queries), None, None], mask, node.output, queries)

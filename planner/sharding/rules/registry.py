@@ -21,7 +21,7 @@ from functools import cache
 
 from ....cost_models.work import Pass, Work
 from ...capture.graph import Arg, Kind, Node, Ref, Template, TensorType
-from ..placement import REPLICATED, SUMMED_GRADIENT, Pair
+from ..placement import REPLICATED, SUMMED_GRADIENT, Pair, split
 from ..redistribute import CollectiveUse
 
 
@@ -48,7 +48,7 @@ class Option:
         """The same option on splits of `groups` times as many runs."""
 
         def pair(old: Pair) -> Pair:
-            return replace(old, groups=old.groups * groups) if old.is_split else old
+            return split(old.dim, old.groups * groups) if old.is_split else old
 
         return replace(
             self,
