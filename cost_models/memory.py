@@ -53,9 +53,9 @@ class Memory:
     overhead: int = 0
 
     def __post_init__(self) -> None:
-        for name, size in zip(self.__slots__, self._sizes, strict=True):
-            if size < 0:
-                raise ValueError(f"{name} is negative")
+        if min(self._sizes) < 0:
+            name = next(name for name, size in zip(self.__slots__, self._sizes, strict=True) if size < 0)
+            raise ValueError(f"{name} is negative")
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -74,7 +74,8 @@ class Node:
 
     `name` is unique in its template, readable and stable: module path relative to the unit plus operation,
     "attn.c_attn.linear". `op` is the overload as torch prints it, "aten.linear.default". `constant` holds the nested
-    tuples of a small lifted tensor.
+    tuples of a small lifted tensor. `operands` has every tensor argument, left to right, positional before keyword,
+    repeated if used twice.
     `source` is "model.py:41 in forward: x = self.c_attn(x)".
     """
 
@@ -87,11 +88,10 @@ class Node:
     module: str = ""  # module path relative to the unit ("attn.c_attn")
     source: str = ""
     constant: object = None
+    operands: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def operands(self) -> tuple[Ref, ...]:
-        """Every tensor argument, left to right, positional before keyword, repeated if used twice."""
-        return tuple(refs_of((*self.args, *(v for _, v in self.kwargs))))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", tuple(refs_of((*self.args, *(v for _, v in self.kwargs)))))
 
     @property
     def output(self) -> TensorType:

@@ -38,8 +38,7 @@ def floor_bytes(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute:
     """No cut of these placements under this policy leaves every rank with less."""
     mesh, (name, per_rank) = evaluator.mesh, pipeline
     least = least_fullest(
-        evaluator.costs.least_states(highest(zero)),
-        evaluator.costs.least_kept(recompute),
+        evaluator.costs.least_units(highest(zero), recompute),
         in_flight=in_flight(name, mesh.pp, mesh.microbatches, per_rank),
         by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..capture.graph import Value
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
@@ -38,13 +39,14 @@ class KeptTemplate:
     lowered: TemplateProgram
     prices: Prices
 
+    @cached_property
     def storages(self) -> Storages:
         again = self.prices.stack.gathered_inputs == "gathered again"
         return storages_of(self.lowered, self.prices.mesh.axes, gathers_again=again)
 
     def kept(self, without: Sequence[bool] = (), there: Sequence[Compute] = ()) -> Kept:
         """Every step but those that run `without` keeping anything; what `there` steps have made is counted already."""
-        lowered, storages = self.lowered, self.storages()
+        lowered, storages = self.lowered, self.storages
         template = lowered.template
         held = {*lowered.tensors, *(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)}
         held.update(made for step in there for made in step.results)
@@ -67,28 +69,28 @@ class KeptTemplate:
             for root in map(storages.root, kept):
                 if root not in held:
                     values[root] = storages.num_bytes[root]
-        return self._kept(values, extra, storages)
+        return self._kept(values, extra)
 
     def _saved(self, step: Compute) -> Saved:
         return saved_on_device(step.node, step.operand_types, step.outputs, step.call, self.prices.kernels)
 
     def inputs(self, results: Sequence[Compute] = ()) -> Kept:
         """What is kept of a unit that runs again: its inputs, and what some kernels have made, statistics included."""
-        lowered, storages = self.lowered, self.storages()
+        lowered = self.lowered
         given = [made for made in lowered.inputs if lowered.template.type_of(made.ref).requires_grad]
-        made_again = [storages.root(made) for step in results for made in step.results]
-        values = {made: storages.num_bytes[made] for made in (*given, *made_again)}
+        made_again = [self.storages.root(made) for step in results for made in step.results]
+        values = {made: self.storages.num_bytes[made] for made in (*given, *made_again)}
         extra = sum(self._saved(step).extra_bytes for step in results)
-        return self._kept(values, extra, storages)
+        return self._kept(values, extra)
 
-    def _kept(self, values: Mapping[Var, int], extra_bytes: int, storages: Storages) -> Kept:
-        roots = [storages.root(made) for made in self.lowered.outputs]
+    def _kept(self, values: Mapping[Var, int], extra_bytes: int) -> Kept:
+        roots = [self.storages.root(made) for made in self.lowered.outputs]
         crossing = {*self.lowered.inputs, *roots}
         shared = tuple((root, size) for root, size in values.items() if root in crossing)
         return Kept(
             values=shared,
             own_bytes=sum(values.values()) - sum(size for _, size in shared) + extra_bytes,
-            outputs=tuple((root, storages.num_bytes[root]) for root in roots),
+            outputs=tuple((root, self.storages.num_bytes[root]) for root in roots),
         )
 
 

@@ -218,27 +218,27 @@ class _Model:
             wanted = _by_state(
                 (problem.choices[vertex][k].operands[position], k) for k in range(len(problem.choices[vertex]))
             )
-            edges: dict[tuple[State, State], pulp.LpVariable] = {}
+            of_made: dict[State, list[pulp.LpVariable]] = {p: [] for p in made}
+            of_wanted: dict[State, list[pulp.LpVariable]] = {r: [] for r in wanted}
             for p in made:
                 for r in wanted:
-                    if (p, r) not in group.prices:
+                    seconds = group.prices.get((p, r))
+                    if seconds is None:
                         continue
-                    price = group.weight * group.prices[p, r] * _SCALE + (
-                        TIE_CONVERSION_SECONDS * _SCALE if p != r else 0.0
-                    )
-                    edges[p, r] = self._column("e", 0.0 if is_shared else price)
+                    price = group.weight * seconds * _SCALE + (TIE_CONVERSION_SECONDS * _SCALE if p != r else 0.0)
+                    edge = self._column("e", 0.0 if is_shared else price)
+                    of_made[p].append(edge)
+                    of_wanted[r].append(edge)
                     if is_shared and price > 0:
                         if (p, r) not in shared:
                             shared[p, r] = self._column("z", price)
                         self.lp.addConstraint(
-                            pulp.LpConstraint(
-                                _sum([(shared[p, r], 1.0), (edges[p, r], -1.0)]), pulp.LpConstraintGE, rhs=0
-                            )
+                            pulp.LpConstraint(_sum([(shared[p, r], 1.0), (edge, -1.0)]), pulp.LpConstraintGE, rhs=0)
                         )
             for p, ks in made.items():
-                self._balance([edges[q, r] for q, r in edges if q == p], producer, ks)
+                self._balance(of_made[p], producer, ks)
             for r, ks in wanted.items():
-                self._balance([edges[p, s] for p, s in edges if s == r], vertex, ks)
+                self._balance(of_wanted[r], vertex, ks)
 
     def _balance(self, edges: list[pulp.LpVariable], vertex: int, ks: list[int]) -> None:
         """sum e = sum x over the choices that make (or want) the state."""

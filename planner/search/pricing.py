@@ -264,16 +264,15 @@ class Pricer:
         units = evaluator.costs.by_unit(checkpoint)
         gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
         rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
-        working = max(unit.working_bytes for unit in units)
         cutting = Cutting(
-            seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+            seconds=units.seconds,
             held_bytes=evaluator.costs.states(zero),
-            kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
-            cut_seconds=tuple(2 * evaluator.costs.send_seconds(index + 1, 0) for index in range(1, last)),
+            kept_bytes=units.kept_bytes,
+            cut_seconds=evaluator.costs.cut_seconds,
             in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
             rank_of=rank_of,
             microbatches=mesh.microbatches,
-            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - working),
+            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - units.working_bytes),
             pace=() if speeds.are_alike else tuple(speeds.slowdown[rank] for rank in rank_of),
             short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
         )

@@ -24,13 +24,14 @@ but over dp: FSDP does that, ahead of time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Protocol
 
-from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType
+from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
 from ..sharding.mesh import MICROBATCH, Axis
 from ..sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Pair, can_split, local_type, normal, split
 from ..sharding.program import Placements
@@ -101,6 +102,11 @@ class Space:
                 key = (self.graph.units[value.unit].template, value.output, unit.template, node.name)
                 counts[key] = counts.get(key, 0) + 1
         return tuple(Edge(*key, count) for key, count in counts.items())
+
+    @cached_property
+    def reads(self) -> Counter[Value]:
+        """How often units read every value."""
+        return Counter(value for unit in self.graph.units for value in unit.inputs)
 
     @cached_property
     def holders(self) -> dict[tuple[int, str], tuple[str, ...]]:

@@ -237,8 +237,7 @@ class Recomputation:
         )
         uniform: Checkpointing = base if self._repeated else _NONE
         costs = self.evaluator.costs
-        before = costs.priced(first, last, self.zero, uniform).saved_bytes
-        return (before - costs.priced(first, last, self.zero, mixed).saved_bytes) / len(mine)
+        return (costs.saved_bytes(first, last, uniform) - costs.saved_bytes(first, last, mixed)) / len(mine)
 
     def _added(self, unit: int, policy: str) -> float:
         """Seconds that a policy adds to a unit's backward."""

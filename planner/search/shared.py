@@ -32,6 +32,11 @@ class Shared:
     costs: dict[Hashable, Any] = field(default_factory=dict)  # each module keeps its own kind under its own keys
     prices: dict[Hashable, Any] = field(default_factory=dict)
     _labels: dict[int, tuple[TemplatePlacement, _Labels]] = field(default_factory=dict)
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def number(self, value: Hashable) -> int:
+        """Equal for equal values: a key that takes their place."""
+        return self._numbers.setdefault(value, len(self._numbers))
 
     def kinds(self, graph: ModelGraph) -> UnitKinds:
         """What is known of a graph's units."""
@@ -56,11 +61,11 @@ class Shared:
             templates.append(self.lowered[present, key])
         return ModelProgram(graph=graph, mesh=mesh, templates=tuple(templates))
 
-    def keys(self, graph: ModelGraph, placements: Placements, mesh: Mesh) -> tuple[Hashable, ...]:
+    def keys(self, graph: ModelGraph, placements: Placements, mesh: Mesh) -> tuple[int, ...]:
         """For each template what is equal on meshes that give it the same local types and collectives."""
         # A template is kept alive by its program, so its id stays its own.
         pairs = zip(graph.templates, placements, strict=True)
-        return tuple((id(template), self._key(placement, mesh)) for template, placement in pairs)
+        return tuple(self.number((id(template), self._key(placement, mesh))) for template, placement in pairs)
 
     def _key(self, placement: TemplatePlacement, mesh: Mesh) -> Hashable:
         labels = self._labels_of(placement)
@@ -71,36 +76,23 @@ class Shared:
 
     def _labels_of(self, placement: TemplatePlacement) -> _Labels:
         if id(placement) not in self._labels:
-            self._labels[id(placement)] = placement, _Labels.of(placement)
+            self._labels[id(placement)] = placement, self._new_labels(placement)
         return self._labels[id(placement)][1]
+
+    def _new_labels(self, placement: TemplatePlacement) -> _Labels:
+        named = tuple((name, tuple(sorted(labels.items()))) for name, labels in sorted(placement.items()))
+        rest = tuple((name, tuple(item for item in labels if item[0] != "dp")) for name, labels in named)
+        return _Labels(
+            all=self.number(named),
+            without_dp=self.number(tuple(item for item in rest if item[1])),
+            is_alike=all(labels.get("dp") == labels.get(MICROBATCH) for labels in placement.values()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """A template's placement as a key. `is_alike`: dp splits what microbatches split."""
+    """Numbers for a template's placement. `is_alike`: dp splits what microbatches split."""
 
-    all: Hashable
-    without_dp: Hashable
+    all: int
+    without_dp: int
     is_alike: bool
-
-    @classmethod
-    def of(cls, placement: TemplatePlacement) -> _Labels:
-        named = tuple((name, tuple(sorted(labels.items()))) for name, labels in sorted(placement.items()))
-        rest = tuple((name, tuple(item for item in labels if item[0] != "dp")) for name, labels in named)
-        alike = all(labels.get("dp") == labels.get(MICROBATCH) for labels in placement.values())
-        return cls(Once(named), Once(tuple(item for item in rest if item[1])), alike)
-
-
-class Once:
-    """A value whose hash is worked out once."""
-
-    __slots__ = ("_hash", "value")
-
-    def __init__(self, value: Hashable) -> None:
-        self.value, self._hash = value, hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Once) and self._hash == other._hash and self.value == other.value)

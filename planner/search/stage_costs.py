@@ -5,7 +5,8 @@ Units are priced by `unit_costs.py`, what parameters take by `parameter_seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,10 +21,10 @@ from ..zero import KEPT, Zero, highest
 from .holdings import Holdings, stage_holdings
 from .parameter_seconds import ParameterSeconds
 from .prices import Prices
-from .shared import DATA_AXES, Once
+from .shared import DATA_AXES
 from .stage_memory import StageMemory
 from .step_collectives import prepared_changes, reduced_axes
-from .unit_costs import Seconds, UnitCost, UnitCosts
+from .unit_costs import Seconds, UnitCosts
 from .unit_kinds import UnitKinds
 
 _BYTES_OF_ROUNDING = 64.0  # of the shares of a unit
@@ -80,6 +81,16 @@ class PricedStage:
     saved_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitAmounts:
+    """By unit, without the prelude: seconds of both directions, and bytes kept of one microbatch; the most bytes that
+    one works with."""
+
+    seconds: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    working_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Passes:
     """What of a stage is the same under every ZeRO stage. `prelude`: once a step."""
@@ -101,14 +112,15 @@ class StageCosts:
     master: ModelGraph
     prices: Prices
     kinds: UnitKinds
-    keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
+    keys: tuple[int, ...]  # of the templates, as `Shared` has them
     optimizer: str
     precision: str
-    _stages: dict[tuple[Hashable, Zero], PricedStage] = field(default_factory=dict, init=False)
+    _stages: dict[tuple[int, Zero], PricedStage] = field(default_factory=dict, init=False)
     _states: dict[Zero, tuple[float, ...]] = field(default_factory=dict, init=False)
-    _kinds: dict[tuple[int, int, Checkpointing], Hashable] = field(default_factory=dict, init=False)
     _wholes: dict[tuple[Zero, Checkpointing], StageCost] = field(default_factory=dict, init=False)
-    _least_states: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
+    _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float]]] = field(
+        default_factory=dict, init=False
+    )
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
     @property
@@ -135,20 +147,20 @@ class StageCosts:
         return replace(self.program, graph=self.master, templates=templates)
 
     @cached_property
-    def _layouts(self) -> Hashable:
+    def _layouts(self) -> int:
         """How every template holds its tensors; dp does not show in their shapes."""
         axes = tuple(axis for axis in self.mesh.axes if axis.name not in DATA_AXES)
-        return Once((axes, tuple(lowered.tensors for lowered in self.program.templates)))
+        return self.prices.shared.number((axes, tuple(lowered.tensors for lowered in self.program.templates)))
 
     @cached_property
-    def _local(self) -> Hashable:
+    def _local(self) -> int:
         """Equal where units cost the same: on whatever pipeline, however ZeRO shards."""
-        return Once((self.keys, self.mesh.dp, self.mesh.microbatches))
+        return self.prices.shared.number((self.keys, self.mesh.dp, self.mesh.microbatches))
 
     def _held(self, first: int, last: int, *, stored: bool = False) -> Holdings:
         """The parameters of a stage in the dtypes that run, or in those that are stored."""
         known = self.prices.shared.costs
-        key = ("held", self.kinds, stored, self._layouts, self._kind_of_stage(first, last, ""))
+        key = ("held", self.kinds, stored, self._layouts, self.kinds.stage(first, last, ""))
         if key not in known:
             program = self._master_program if stored else self.program
             known[key] = stage_holdings(program, first, last, self.kinds.sharing)
@@ -164,19 +176,9 @@ class StageCosts:
         held, stored = (stage_holdings(program, first, last, self.kinds.sharing, kept) for program in programs)
         return held, stored
 
-    def _kind_of_stage(self, first: int, last: int, recompute: Checkpointing) -> Hashable:
-        """Equal for stages that cost the same: the same templates and policies, in order, and the same shared
-        tensors."""
-        key = (first, last, recompute)
-        if key not in self._kinds:
-            shared = tuple(index for index in self.kinds.sharing if first <= index < last)
-            policies = recompute if isinstance(recompute, str) else recompute[max(first, 1) : last]
-            self._kinds[key] = Once((first <= 1, shared, self.kinds.templates[max(first, 1) : last], policies))
-        return self._kinds[key]
-
     def priced(self, first: int, last: int, zero: Zero, recompute: Checkpointing) -> PricedStage:
         """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
-        kind = self._kind_of_stage(first, last, recompute)
+        kind = self.kinds.stage(first, last, recompute)
         key = (kind, zero if isinstance(zero, int) else zero[max(first, 1) : last])
         if key not in self._stages:
             passes = self._passes(first, last, recompute, kind)
@@ -184,17 +186,19 @@ class StageCosts:
             self._stages[key] = PricedStage(
                 cost=self._cost(held, stored, highest(zero), passes),
                 still=self.memory.without_activations(passes.working_bytes, held, stored, highest(zero)),
-                saved_bytes=self._saved_bytes(first, last, recompute, kind),
+                saved_bytes=self.saved_bytes(first, last, recompute),
             )
         return self._stages[key]
 
-    def _saved_bytes(self, first: int, last: int, recompute: Checkpointing, kind: Hashable) -> int:
+    def saved_bytes(self, first: int, last: int, recompute: Checkpointing) -> int:
+        """What autograd keeps of one microbatch in a stage."""
+        kind = self.kinds.stage(first, last, recompute)
         known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind)
         if key not in known:
             known[key] = self.units.stage_saved_bytes(first, last, recompute=recompute)
         return known[key]
 
-    def _passes(self, first: int, last: int, recompute: Checkpointing, kind: Hashable) -> _Passes:
+    def _passes(self, first: int, last: int, recompute: Checkpointing, kind: int) -> _Passes:
         known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind)
         if key in known:
             return known[key]
@@ -251,9 +255,23 @@ class StageCosts:
 
     # --- by unit, for the cut ---
 
-    def by_unit(self, recompute: Checkpointing) -> tuple[UnitCost, ...]:
-        """The cost of every unit but the prelude."""
-        return tuple(self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates)))
+    def by_unit(self, recompute: Checkpointing) -> UnitAmounts:
+        """What every unit but the prelude takes in one microbatch."""
+        known, key = self.prices.shared.costs, ("by unit", self.kinds, self._local, recompute)
+        if key not in known:
+            last = len(self.kinds.templates)
+            units = [self.units.unit(index, recompute=recompute) for index in range(1, last)]
+            known[key] = UnitAmounts(
+                seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+                kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
+                working_bytes=max(unit.working_bytes for unit in units),
+            )
+        return known[key]
+
+    @cached_property
+    def cut_seconds(self) -> tuple[float, ...]:
+        """Messages of one microbatch, there and back, over a cut behind every unit but the prelude."""
+        return tuple(2 * self.send_seconds(index + 1, 0) for index in range(1, len(self.kinds.templates)))
 
     def states(self, zero: Zero) -> tuple[float, ...]:
         """Parameters, gradients and optimizer state of every unit but the prelude."""
@@ -284,16 +302,19 @@ class StageCosts:
         """The whole model as one stage: whatever the cut, the stages' passes add up to at least its own."""
         if (zero, recompute) not in self._wholes:
             last = len(self.kinds.templates)
-            passes = self._passes(0, last, recompute, self._kind_of_stage(0, last, recompute))
+            passes = self._passes(0, last, recompute, self.kinds.stage(0, last, recompute))
             held, stored = self._both_held(0, last, zero)
             self._wholes[zero, recompute] = self._cost(held, stored, highest(zero), passes)
         return self._wholes[zero, recompute]
 
-    def least_states(self, zero: int) -> tuple[float, ...]:
-        """Bytes of every unit but the prelude that its stage holds throughout, at least; of tied ones another may."""
-        if zero not in self._least_states:
-            self._least_states[zero] = tuple(self._by_template(lambda index: self._least_unit_states(index, zero)))
-        return self._least_states[zero]
+    def least_units(self, zero: int, recompute: Checkpointing) -> Counter[tuple[float, float]]:
+        """How many units but the prelude there are by what their stage holds of them throughout, at least (of tied
+        ones another may), and keeps of one microbatch, fragmented."""
+        key = zero, recompute
+        if key not in self._least_units:
+            states = self._by_template(lambda index: self._least_unit_states(index, zero))
+            self._least_units[key] = Counter(zip(states, self._least_kept(recompute), strict=True))
+        return self._least_units[key]
 
     def _least_unit_states(self, index: int, zero: int) -> float:
         stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
@@ -302,8 +323,7 @@ class StageCosts:
         moving = self.memory.held_whole_bytes(held, zero)
         return max(0.0, states + moving * (1 + FRAGMENTATION_FRACTION) - _BYTES_OF_ROUNDING)
 
-    def least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
-        """Bytes of every unit but the prelude that its stage keeps of one microbatch at least, fragmented."""
+    def _least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
         known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local, recompute)
         if key not in known:
             kept = self.units.first_kept_bytes(recompute=recompute)

@@ -123,10 +123,11 @@ class StageMemory:
         those of all of them: the schedule gathers a stage ahead and reduces it behind its last microbatch. Buckets of
         ZeRO-1 are used in turn.
         """
-        memory = sum(stages, Memory.zero())
-        memory = replace(memory, temporary=max(stage.temporary for stage in stages))
-        if zero < 2:
-            memory = replace(memory, gather_buffers=max(stage.gather_buffers for stage in stages))
+        memory = stages[0]
+        if len(stages) > 1:
+            memory = replace(sum(stages[1:], memory), temporary=max(stage.temporary for stage in stages))
+            if zero < 2:
+                memory = replace(memory, gather_buffers=max(stage.gather_buffers for stage in stages))
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
         return memory.by_component()
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -117,9 +117,8 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
             return ends
         is_large = cutting.num_stages * len(cutting.seconds) > _FEW_BINARIES
         by_rank = [[s for s, at in enumerate(cutting.rank_of) if at == rank] for rank in sorted({*cutting.rank_of})]
-        least = least_fullest(
-            cutting.held_bytes, cutting.kept_bytes, in_flight=cutting.in_flight, by_rank=by_rank
-        )  # fmt: skip
+        units = Counter(zip(cutting.held_bytes, cutting.kept_bytes, strict=True))
+        least = least_fullest(units, in_flight=cutting.in_flight, by_rank=by_rank)
         if is_large or least > cutting.room_bytes:
             raise NoAssignment
         return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
@@ -134,19 +133,15 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
 
 
 def least_fullest(
-    held_bytes: Sequence[float],
-    kept_bytes: Sequence[float],
-    *,
-    in_flight: Sequence[int],
-    by_rank: Sequence[Sequence[int]],
+    units: Mapping[tuple[float, float], int], *, in_flight: Sequence[int], by_rank: Sequence[Sequence[int]]
 ) -> float:
-    """Bytes that the fullest rank has at least, whatever the cut. `by_rank`: the stages of every rank.
+    """Bytes that the fullest rank has at least, whatever the cut. `units`: how many there are by the bytes that they
+    hold and keep; `by_rank`: the stages of every rank.
 
     For any weights l_r >= 0 of the ranks that add up to 1 it has at least sum_r l_r (bytes of r), and that is no less
     than sum_u min_s l_r(s) (W_u + f_s A_u). Weights in inverse proportion to W + f_r A of the whole model, with f_r the
     mean of the rank's stages, make all ranks of equal units alike.
     """
-    units = Counter(zip(held_bytes, kept_bytes, strict=True))
     held = sum(count * size for (size, _), count in units.items())
     kept = sum(count * size for (_, size), count in units.items())
     weights: list[float] = []

@@ -105,12 +105,17 @@ def _passes(
 
 def prepared_changes(program: ModelProgram, first: int, last: int) -> tuple[Change, ...]:
     """The conversions of prelude values that a stage runs once a step; units that want the same share them."""
-    found: dict[tuple[Value, tuple[Change, ...]], Change] = {}
+    readers: dict[tuple[int, int, int], int] = {}  # of an output by an input of a template: a unit
     for index in range(max(first, 1), last):
-        for position, value in enumerate(program.graph.units[index].inputs):
-            steps = program.prepared(index, position) or ()
-            for count, change in enumerate(steps, start=1):
-                found[value, steps[:count]] = change
+        unit = program.graph.units[index]
+        for position, value in enumerate(unit.inputs):
+            if value.unit == PRELUDE_UNIT:
+                readers.setdefault((value.output, unit.template, position), index)
+    found: dict[tuple[int, tuple[Change, ...]], Change] = {}
+    for (output, _, position), index in readers.items():
+        steps = program.prepared(index, position) or ()
+        for count, change in enumerate(steps, start=1):
+            found[output, steps[:count]] = change
     return tuple(found.values())
 
 

@@ -10,9 +10,9 @@ For templates t, values g that consumers k ask for, values v that operations n k
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pulp
 
@@ -45,12 +45,13 @@ class StepUnits:
         self.views = {
             (t, name) for (t, name, _), use in uses.operations.items() if use.is_view
         }  # fmt: skip
+        self._keepables: dict[int, frozenset[Ref]] = {}
 
     def template(self, t: int, recompute: str, *, is_mixed: bool = False) -> UnitTerms:
         """One unit without its edges. `recompute`: "none", "selective" or "full"; `is_mixed`: others have another."""
         template = self.space.graph.templates[t]
         operations = [node for node in template.nodes if node.kind is Kind.OP]
-        inner = [index for index, owner in enumerate(self._owners()) if owner == t]
+        inner = self._inner[t]
         again, fed = self._again(t) if recompute != "none" else ((), ())
 
         def every(vertex: int) -> bool:
@@ -169,15 +170,14 @@ class StepUnits:
         use = self._use(t, name)
         return self.columns.chosen(self.columns.vertex[t, name], lambda choice: 2.0 * use(choice).result_bytes)
 
-    def _owners(self) -> list[int]:
-        """The template of every group that lies inside one; -1 for edges between units."""
+    @cached_property
+    def _inner(self) -> list[list[int]]:
+        """The groups inside every template; those behind them are edges between units."""
+        found: list[list[int]] = [[] for _ in self.space.graph.templates]
         groups = self.built.problem.groups
-        inside = len(groups) - len(self.space.edges)
-        owners = []
-        for index, group in enumerate(groups):
-            keys = [self.built.keys[n] for n, _ in group.consumers]
-            owners.append(keys[0][0][0] if index < inside else -1)
-        return owners
+        for index, group in enumerate(groups[: len(groups) - len(self.space.edges)]):
+            found[self.built.keys[group.consumers[0][0]][0][0]].append(index)
+        return found
 
     def _again(self, t: int) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
         """Operations that run again, and those whose conversions do: all, or those up to the last that keeps something.
@@ -214,8 +214,7 @@ class StepUnits:
         A stage counts such memory once, so that it is no part of every unit's bytes. `is_alike`: all blocks run again,
         and so keep nothing that they make but results of products.
         """
-        graph = self.space.graph
-        reads = Counter(value for unit in graph.units for value in unit.inputs)
+        graph, reads = self.space.graph, self.space.reads
         found: set[str] = set()
         for unit in graph.units[1:]:
             if unit.template != t:
@@ -234,14 +233,15 @@ class StepUnits:
 
     def _keepable(self, t: int) -> frozenset[Ref]:
         """Memory that some choice of a template keeps."""
-        names = (node.name for node in self.space.graph.templates[t].nodes if node.kind is Kind.OP)
-        vertices = {name: self.columns.vertex[t, name] for name in names}
-        return frozenset(
-            self._root(t, ref)
-            for name, n in vertices.items()
-            for k in self.columns.alive[n]
-            for ref, _ in self._use(t, name)(self.built.problem.choices[n][k]).kept
-        )
+        if t not in self._keepables:
+            found: set[Ref] = set()
+            for node in self.space.graph.templates[t].of_kind(Kind.OP):
+                n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
+                choices = self.built.problem.choices[n]
+                kept = {ref for k in self.columns.alive[n] for ref, _ in use(choices[k]).kept}
+                found.update(self._root(t, ref) for ref in kept)
+            self._keepables[t] = frozenset(found)
+        return self._keepables[t]
 
     def _kept(self, t: int, operations: Sequence[Node], without: frozenset[str] = frozenset()) -> Linear:
         """Bytes that autograd keeps: every value once, however many keep it."""

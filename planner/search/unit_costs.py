@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -136,7 +136,7 @@ class UnitCosts:
     program: ModelProgram
     prices: Prices
     kinds: UnitKinds
-    keys: tuple[Hashable, ...]  # of the templates, as `Shared` has them
+    keys: tuple[int, ...]  # of the templates, as `Shared` has them
     _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, bool]] = field(default_factory=dict, init=False)
     _units: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
 
@@ -222,7 +222,7 @@ class UnitCosts:
             if by_step not in known:
                 known[by_step] = self._step_costs(lowered)
             if policy == _NONE:
-                known[key] = self._template(lowered, known[by_step])
+                known[key] = self._template(index, known[by_step])
             else:
                 known[key] = self._recomputed(index, policy, known[by_step])
         return known[key]
@@ -239,7 +239,7 @@ class UnitCosts:
         repeated = [step for step, runs in zip(steps, [*again, True], strict=True) if runs]
         forward = _total(repeated, forward=True)
         forward += Seconds(compute=self.prices.cluster.gpu.host.checkpoint_seconds)
-        of_template = KeptTemplate(lowered, self.prices)
+        of_template = self._kept(index)
         if policy == _FULL:
             kept = of_template.inputs()
             working = plain.working_bytes + plain.saved_bytes
@@ -348,13 +348,19 @@ class UnitCosts:
             found[index] = replace(steps[index], backward=replace(steps[index].backward, tp=shown))
         return found
 
-    def _template(self, lowered: TemplateProgram, steps: Sequence[_StepCost]) -> UnitCost:
+    def _kept(self, index: int) -> KeptTemplate:
+        known, key = self.prices.shared.costs, ("kept", self.keys[index])
+        if key not in known:
+            known[key] = KeptTemplate(self.program.templates[index], self.prices)
+        return known[key]
+
+    def _template(self, index: int, steps: Sequence[_StepCost]) -> UnitCost:
         return UnitCost(
             forward=_total(steps, forward=True),
             backward=_total(steps, forward=False),
             weights=_weights(steps),
-            kept=KeptTemplate(lowered, self.prices).kept(),
-            working_bytes=self._working_bytes(lowered),
+            kept=self._kept(index).kept(),
+            working_bytes=self._working_bytes(self.program.templates[index]),
             host_forward=sum(step.host_forward for step in steps),
             host_backward=sum(step.host_backward for step in steps),
         )

@@ -5,10 +5,11 @@ All of it depends on the graph alone, so it is worked out once for all meshes an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..capture.graph import ModelGraph, Value
+from ..checkpointing import Checkpointing
 from .step_collectives import PRELUDE_UNIT
 
 
@@ -17,6 +18,20 @@ class UnitKinds:
     """Facts about the units of one graph, by their index."""
 
     graph: ModelGraph
+    _stages: dict[tuple[int, int, Checkpointing], int] = field(default_factory=dict, init=False)
+    _numbers: dict[object, int] = field(default_factory=dict, init=False)
+
+    def stage(self, first: int, last: int, recompute: Checkpointing) -> int:
+        """Equal for stages that cost the same: the same templates and policies, in order, and the same shared
+        tensors."""
+        key = (first, last, recompute)
+        if key not in self._stages:
+            units = slice(max(first, 1), last)
+            shared = tuple(index for index in self.sharing if first <= index < last)
+            policies = recompute if isinstance(recompute, str) else recompute[units]
+            kind = (first <= 1, shared, self.templates[units], policies)
+            self._stages[key] = self._numbers.setdefault(kind, len(self._numbers))
+        return self._stages[key]
 
     @cached_property
     def alike(self) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -84,7 +83,7 @@ def local_type(value: TensorType, layout: Layout, axes: Sequence[Axis]) -> Tenso
             if shape[pair.dim] % axis.size:
                 raise ValueError(f"{axis.name}={axis.size} does not divide dim {pair.dim} of {value.shape}")
             shape[pair.dim] //= axis.size
-    return replace(value, shape=tuple(shape))
+    return TensorType(shape=tuple(shape), dtype=value.dtype, requires_grad=value.requires_grad)
 
 
 def local_groups(layout: Layout, axis: str, axes: Sequence[Axis]) -> int:

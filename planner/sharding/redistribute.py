@@ -111,6 +111,8 @@ def changes(value: TensorType, source: Layout, target: Layout, axes: Sequence[Ax
         steps = tuple(_walk(value, dict(source), target, order, axes))
         if len(steps) < len(moving):
             continue
+        if len(moving) == 1:
+            return steps
         cost = sum(use.num_bytes for step, axis in zip(steps, order, strict=True) for use in step.collectives(axis))
         if best is None or cost < best[0]:
             best = cost, steps
