@@ -63,11 +63,18 @@ SOFTWARE = {
     "megatron-bridge": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
     "nemo": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
     "llama3-paper": Software(stack="megatron-2024", bias=False, tied=False),
+    "scaling": Software(stack="scaling", bias=False, tied=False),
+    "internevo": Software(stack="internevo", bias=False, tied=False),
+    "flash-attention": Software(stack="flash-attention", dropout=0.1),
+    "mt-nlg": Software(stack="megatron-deepspeed-float32", dropout=0.1),
 }
 
 
-# Sources that compare frameworks name behind the model, in parentheses, which one ran: framework -> stack.
-_COMPARED = {"megatron": "megatron-2021-whole"}
+# Sources that compare frameworks or kernels name behind the model, in parentheses, which one ran: it -> stack.
+_COMPARED = {
+    "megatron": "megatron-2021-whole", "scaling_torch": "scaling-torch", "scaling_fused": "scaling-fused",
+    "scaling_flash1": "scaling-flash1", "scaling_flash2rms": "scaling-flash2rms",
+}  # fmt: skip
 
 
 class CannotExpress(Exception):
