@@ -1,6 +1,7 @@
 """Predict published training runs and say how far off the predictions are.
 
     python benchmarks/accuracy.py --runs benchmarks/data/runs.csv [--json] [--only vtrain-multi,bloom] [--rows]
+        [--page docs/accuracy.md --unseen benchmarks/data/unseen.csv]
 
 Every row's model is captured from `sample_models/`, its configuration pinned, and priced by the evaluator that
 `autopar plan` uses. Rows that cannot be expressed are listed with the reason.
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="families, separated by commas")
     parser.add_argument("--rows", action="store_true", help="also list every row")
     parser.add_argument("--page", type=Path, help="write docs/accuracy.md and its plots to this file and folder")
+    parser.add_argument("--unseen", type=Path, help="runs of sources that nothing was fitted to, for the page")
     given = parser.parse_args(arguments)
     started = time.monotonic()
     try:
@@ -135,12 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"no row is of family {', '.join(unknown)}", where=str(given.runs), fix=nearest(unknown[0], families)
             )
         results = results_of([row for row in rows if row.family in wanted], _progress)
+        unseen = results_of(read_rows(given.unseen), _progress) if given.unseen else []
     except AutoparError as error:
         print(error, file=sys.stderr)
         return _USAGE_ERROR
     scores = family_scores(results)
     if given.page:
-        write_page(results, scores, given.page)
+        write_page(results, scores, family_scores(unseen), given.page)
     print(as_json(results, scores) if given.json else as_table(results, scores, with_rows=given.rows))
     print(f"{len(results)} rows in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return 0

@@ -20,6 +20,11 @@ from .models import Shape, captured, deepened, with_batch
 from .pins import batch_placements, tensor_placements
 from .setups import CannotExpress, Setup
 
+# What PyTorch's allocator holds beside the tensors of the peak, as nvidia-smi shows. Source: fits published runs of
+# PyTorch whose memory was read so (BLOOM and its 1.3B forerunner).
+_CACHED_FRACTION = 0.22
+_EMBEDDING, _NORM_AND_HEAD = 1, 2  # layers beside the blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -93,7 +98,7 @@ class Predictor:
             precision=setup.precision,
         )
         return evaluator.evaluate(
-            stages_of(graph, setup.layers, setup.pp * interleave),
+            stages_of(graph, setup.layers, setup.pp * interleave, dealt=setup.dealt),
             schedule=_schedule(setup, interleave, count),
             zero=setup.zero,
             activation_checkpoint=checkpointing_of(setup.policy, graph),
@@ -145,8 +150,10 @@ def _schedule(setup: Setup, interleave: int, microbatches: int) -> str:
 
 def _measured_bytes(cost: Evaluated, kind: str) -> int:
     """What a source's memory column would show; `kind` as in `Software`. nvidia-smi is read on the first rank."""
-    if kind == "process":
-        return cost.rank_memory[0]["total"]
+    if kind in ("cached", "planned"):
+        first = cost.rank_memory[0]
+        cached = (first["total"] - first["overhead"]) * _CACHED_FRACTION if kind == "cached" else 0.0
+        return first["total"] + int(cached)
     return max(memory["total"] - memory["overhead"] for memory in cost.rank_memory)
 
 
@@ -178,9 +185,9 @@ def checkpointing_of(policy: str, graph: ModelGraph) -> Checkpointing:
     return tuple(found)
 
 
-def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, int], ...]:
+def stages_of(graph: ModelGraph, layers: int, count: int, *, dealt: str = "blocks") -> tuple[tuple[int, int], ...]:
     """Equal numbers of blocks on every stage. Where they do not divide, embedding and head count as blocks; where that
-    does not divide either, the first stages have one more.
+    does not divide either, the first stages have one more. `dealt`: as in `Software`.
 
     Raises:
         ValueError: fewer blocks than stages.
@@ -189,7 +196,14 @@ def stages_of(graph: ModelGraph, layers: int, count: int) -> tuple[tuple[int, in
     counts = graph.counts()
     block = max(range(len(counts)), key=lambda t: counts[t])
     start = next(i for i, unit in enumerate(graph.units) if unit.template == block)
-    if layers % count == 0:
+    if dealt == "layers":
+        whole = layers + _EMBEDDING + _NORM_AND_HEAD
+        sizes = [whole // count + (i < whole % count) for i in range(count)]
+        sizes[0] -= _EMBEDDING
+        sizes[-1] -= _NORM_AND_HEAD
+        if min(sizes) < 1:
+            raise ValueError(f"{layers} blocks on {count} stages")
+    elif layers % count == 0:
         sizes = [layers // count] * count
     elif (layers + 2) % count == 0 and (layers + 2) // count > 1:
         sizes = [(layers + 2) // count] * count

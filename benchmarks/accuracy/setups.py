@@ -39,10 +39,12 @@ class Software:
     dropout: float = 0.0
     bias: bool = True
     tied: bool = True
-    memory: str = (
-        "process"  # what its memory column has: "computed", "allocated" (by PyTorch) or "process" (nvidia-smi)
-    )
+    # What its memory column has: "computed", "allocated" (by PyTorch), or what nvidia-smi shows of PyTorch with its
+    # allocator's cache ("cached") or of a program that plans its memory ahead ("planned").
+    memory: str = "cached"
     recomputes: bool = False  # unless a row says that it does not
+    # What its pipelines deal out evenly: "blocks", or "layers", to which embedding, last norm and head belong too.
+    dealt: str = "blocks"
 
 
 # Family -> software. Source: the papers and repositories named in data/README.md.
@@ -54,7 +56,7 @@ SOFTWARE = {
     "korthikanti-fig1": Software(stack="megatron-2022", dropout=0.1, memory="computed"),
     "bloom": Software(stack="megatron-deepspeed", dropout=0.0),
     "tr3m": Software(stack="megatron-deepspeed", dropout=0.1),
-    "oneflow": Software(stack="oneflow", dropout=0.1),
+    "oneflow": Software(stack="oneflow", dropout=0.1, memory="planned"),
     "llm-foundry": Software(stack="llm-foundry", bias=False),
     "torchtitan": Software(stack="torchtitan", bias=False, tied=False, memory="allocated"),
     "kempnerforge": Software(stack="kempnerforge", bias=False, tied=False, memory="allocated"),
@@ -63,7 +65,7 @@ SOFTWARE = {
     "megatron-bridge": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
     "nemo": Software(stack="megatron-2024", bias=False, tied=False, recomputes=True),
     "llama3-paper": Software(stack="megatron-2024", bias=False, tied=False),
-    "scaling": Software(stack="scaling", bias=False, tied=False),
+    "scaling": Software(stack="scaling", bias=False, tied=False, dealt="layers"),
     "internevo": Software(stack="internevo", bias=False, tied=False),
     "flash-attention": Software(stack="flash-attention", dropout=0.1),
     "mt-nlg": Software(stack="megatron-deepspeed-float32", dropout=0.1),
@@ -100,6 +102,7 @@ class Setup:
     schedule: str
     sequence_parallel: bool
     memory: str
+    dealt: str
     global_batch: int
     microbatch_sizes: tuple[int, ...]
     interleaves: tuple[int, ...]
@@ -135,6 +138,7 @@ def setup_of(row: Row) -> Setup:
         schedule="none" if row.pp == 1 else "1f1b",
         sequence_parallel=row.sequence_parallel,
         memory=software.memory,
+        dealt=software.dealt,
         global_batch=row.global_batch,
         microbatch_sizes=_microbatch_sizes(row),
         interleaves=_interleaves(row, layers),

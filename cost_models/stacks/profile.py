@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_logits": ("split", "gathered"),
     "embedding": ("split", "replicated"),
     "gathered_dtype": ("compute", "float8"),
-    "gradient_dtype": ("compute", "float32"),
+    "gradient_dtype": ("compute", "float32", "float32 in messages"),
     "gradient_buffers": ("filled by the backward", "copied to"),
     "gradient_sync": ("exposed", "hidden", "hidden without tp"),
     "fsdp_overlap": ("always", "forward with tp"),
@@ -64,7 +64,8 @@ class Stack:
     the vocabulary stays split over tensor-parallel ranks in the loss, and in the input.
     gradient_buffers: whether the backward writes gradients where they are reduced over dp, or they are copied there
     and back (ZeRO-0 and 1; `fsdp` says it of 2 and 3).
-    gathered_dtype: in which FSDP gathers the parameters of blocks. gradient_dtype: in which gradients are reduced.
+    gathered_dtype: in which FSDP gathers the parameters of blocks. gradient_dtype: in which gradients are
+    reduced and added up over microbatches, or reduced only ("float32 in messages").
     gradient_sync: whether an all_reduce of gradients hides behind the last backward. fsdp_overlap: whether FSDP hides
     behind compute beside tensor parallelism, or in the forward only.
     tp_overlap: whether the collective of an input's gradient runs beside the product of the weight's.
@@ -82,7 +83,8 @@ class Stack:
     vocabulary: "padded" to 128 rows per tensor-parallel rank.
     updates: with masters beside parameters of 16 bits, gradients are copied to float32 (and unscaled in fp16) before
     the optimizer's step and parameters back after it.
-    states: what is kept per parameter beside the optimizer's moments.
+    states: what is kept per parameter beside the optimizer's moments; ZeRO-1 splits masters that are not what the
+    module stores, which they are under "float32 master" alone.
     """
 
     name: str

@@ -11,10 +11,11 @@ from ..sharding.mesh import Mesh
 from .answer import Candidate, Setting
 from .candidates import Pins, zeros_for
 
-# Tensors of a parameter's size beside the optimizer's, in stored bytes: itself and its gradient, which some stacks keep
-# in the compute dtype (half as wide at least).
-_KEPT = {"float32 master, compute gradients": 1.5, "compute dtype": 1.0}
-_WHOLE = 2.0
+# Tensors of a parameter's size beside the optimizer's, in stored bytes: itself and its gradient, both of which other
+# stacks may keep in the compute dtype (half as wide at least), beside masters that are the optimizer's.
+_KEPT = {"float32 master": 2.0}
+_IN_COMPUTE_DTYPE = 1.0
+_OWN_MASTERS = ("float32 master, compute gradients", "float32 master, both gradients")
 _GATHERED = 1.5  # whole parameters in the compute dtype and whole gradients, which FSDP2 keeps between microbatches
 
 
@@ -33,9 +34,10 @@ class States:
     def held(self, mesh: Mesh, zero: int, shards: int) -> float:
         """Parameters, gradients and optimizer state where ZeRO-2 and 3 split over `shards` ranks."""
         optimizer = get_optimizer(self.optimizer).states * (0.5 if self.stack.states == "compute dtype" else 1.0)
+        optimizer += 1.0 if self.stack.states in _OWN_MASTERS else 0.0
         split = shards if zero >= 2 else 1
         updated = shards if zero >= 2 else mesh.state_ranks if zero else 1
-        return self.share(mesh) * (_KEPT.get(self.stack.states, _WHOLE) / split + optimizer / updated)
+        return self.share(mesh) * (_KEPT.get(self.stack.states, _IN_COMPUTE_DTYPE) / split + optimizer / updated)
 
     def least(self, mesh: Mesh, pins: Pins) -> float:
         """No plan on the mesh has less on its fullest rank; activations and buffers are not counted."""

@@ -43,7 +43,7 @@ class ParameterSeconds:
 
     def _reduced_bytes(self, num_bytes: int, dtype: str) -> int:
         """Bytes of a gradient as it is reduced."""
-        if self.prices.stack.gradient_dtype == "float32":
+        if self.prices.stack.gradient_dtype != "compute":
             return num_bytes * max(1, ITEM_BYTES["float32"] // ITEM_BYTES[dtype])
         return num_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ...cost_models.memory import COMPUTE_BYTES, Memory, overhead_bytes, state_bytes
 from ..capture.graph import ITEM_BYTES
@@ -50,7 +51,7 @@ class StageMemory:
             shard_bytes=self._shard_bytes(stored, zero),
             frozen_bytes=frozen,
         )
-        memory = self._as_kept(memory)
+        memory = self._as_kept(memory, zero)
         if zero == 1 and dp > 1:
             # The parts of a group, padded, and the buffer that they are put into.
             size = _largest(held.group_bytes(dp, 1))
@@ -131,15 +132,21 @@ class StageMemory:
         memory += overhead_bytes(memory, self.prices.cluster.gpu)
         return memory.by_component()
 
-    def _as_kept(self, memory: Memory) -> Memory:
-        """States in the dtypes that the stack keeps them in."""
+    def _as_kept(self, memory: Memory, zero: int) -> Memory:
+        """States in the dtypes that the stack keeps them in.
+
+        The emitted ZeRO-1 stores float32 parameters whole. Masters that are the optimizer's own are cut with its state.
+        """
+        states = self.prices.stack.states
         share = COMPUTE_BYTES[self.precision] / COMPUTE_BYTES["fp32"]
-        if self.prices.stack.states == "float32 master" or share == 1:
+        if states == "float32 master" or share == 1:
             return memory
-        if self.prices.stack.states == "float32 master, both gradients":
+        if zero == 1 and states != "compute dtype":
+            memory = replace(memory, master_weights=ceil(memory.master_weights / self.prices.mesh.shards))
+        if states == "float32 master, both gradients":
             return replace(memory, gradients=int(memory.gradients * (1 + share)))
         lower = replace(memory, gradients=int(memory.gradients * share))
-        if self.prices.stack.states != "compute dtype":
+        if states != "compute dtype":
             return lower
         # Parameters are stored as they compute: no masters, and what was gathered is no second copy.
         stored = int(memory.master_weights * share)

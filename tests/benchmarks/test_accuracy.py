@@ -206,6 +206,34 @@ def test_every_contaminated_row_says_why_and_is_strong() -> None:
     assert all(len(each.contaminated) > 10 for each in marked)
 
 
+def test_unseen_rows_are_expressed_and_none_is_a_development_row() -> None:
+    unseen = rows.read_rows(BENCHMARKS / "data" / "unseen.csv")
+    assert len({each.id for each in unseen}) == len(unseen) > 500
+    assert not {each.family for each in unseen} & {each.family for each in ROWS}
+    made = [setups.setup_of(each) for each in unseen]
+    assert {setup.stack.name for setup in made} >= {"scaling", "scaling-torch", "scaling-flash2rms", "internevo"}
+    table = page._unseen(scores.family_scores([result(1.0, 1.07, 1)]))
+    assert any(line.startswith("| scaling, first look | 401 | 9.7") for line in table)
+    assert any(line.startswith("| vtrain-multi | 1 | 7.0") for line in table)
+
+
+def test_pipelines_deal_out_blocks_or_all_layers() -> None:
+    shape = models.Shape(file="llama.py", arguments=(("vocab_size", 64), ("context", 8), ("num_heads", 2),
+                         ("width", 16), ("hidden", 32), ("num_kv_heads", 2), ("tied", False)))  # fmt: skip
+
+    def blocks(layers: int, dealt: str) -> list[int]:
+        graph = models.deepened(models.captured(shape), layers)
+        counts = graph.counts()
+        block = max(range(len(counts)), key=lambda t: counts[t])
+        stages = predict.stages_of(graph, layers, 4, dealt=dealt)
+        return [sum(graph.units[i].template == block for i in range(*stage)) for stage in stages]
+
+    assert blocks(8, "blocks") == [2, 2, 2, 2]
+    assert blocks(10, "layers") == [3, 3, 3, 1]  # of 13: the first holds the embedding, the last norm and head
+    with pytest.raises(ValueError, match="8 blocks on 4 stages"):
+        blocks(8, "layers")
+
+
 def test_targets_are_met_or_missed() -> None:
     rows = page._targets(scores.family_scores([result(1.0, 1.07, 1)]))
     assert "| vtrain-multi | step time, all rows | 8 | 7.00 | met |" in rows

@@ -9,7 +9,7 @@ import pytest
 from autopar.cost_models.errors import HardwareError
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.memory import Memory
-from autopar.cost_models.stacks import Stack, load_stack
+from autopar.cost_models.stacks import CHOICES, Stack, load_stack
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import Kind, ModelGraph
 from autopar.planner.search.batch import find_batch_split
@@ -17,6 +17,7 @@ from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.held_parameters import HeldParameter
 from autopar.planner.search.holdings import Holdings
 from autopar.planner.search.kernels import stack_works
+from autopar.planner.search.least_memory import States
 from autopar.planner.search.parameter_seconds import ParameterSeconds
 from autopar.planner.search.pipeline_buffers import buffered, microbatches_kept
 from autopar.planner.search.placements_ilp import solve
@@ -100,6 +101,20 @@ def test_whole_gradients_are_kept_in_the_dtype_that_they_are_added_in(gradient_d
     assert memory.gradients == 0
     one = StageMemory(prices=prices(stack, microbatches=1), optimizer="adamw", precision="bf16")
     assert one.without_activations(0, WEIGHTS, STORED, 3).gradients == 4 * elements // 8 * 4
+
+
+@pytest.mark.parametrize("states", CHOICES["states"])
+def test_masters_of_the_optimizer_are_split_with_its_state(states: str) -> None:
+    stack, elements = with_choices(states=states), 4 * 8192 * 8192
+    shares = {"float32 master": 1.0, "compute dtype": 0.0}
+    for zero, dp in ((0, 8), (1, 8), (1, 2)):
+        made = StageMemory(prices=prices(stack, dp=dp), optimizer="adamw", precision="bf16")
+        memory = made.without_activations(0, WEIGHTS, STORED, zero)
+        split = 1 / dp if zero else 1.0
+        assert memory.master_weights == shares.get(states, split) * 4 * elements
+        assert memory.parameters == 2 * elements
+        least = States(trained_bytes=4 * elements, optimizer="adamw", stack=stack)
+        assert least.held(Mesh(dp=dp, microbatches=4), zero, dp) <= memory.total_bytes - memory.gather_buffers
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", 3), ("float16", 5), ("float32", 0)])
