@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from .timing import Stopwatch, cold_copies
@@ -25,10 +26,11 @@ _CUDA_SHAPES = (
     (128, 4096, 4096), (512, 4096, 4096), (2048, 8192, 2048), (2048, 2048, 8192), (4096, 1024, 4096),
     (8192, 4096, 1024), (4096, 14336, 4096), (4096, 4096, 14336), (3000, 3000, 3000), (4096, 4096, 256),
 )  # fmt: skip
-_KEPT_RESULTS = 16
+_KEPT_RESULTS, _KEPT_BYTES = 16, 256 << 20
 _LARGEST_SLOW_SHAPE = 1 << 24  # multiply-adds; dtypes without units of their own are slow
 _STREAM_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))
 _ATTENTION_KEYS = (64, 256, 1024)
+_CUDA_ATTENTION_KEYS, _CUDA_ATTENTION_ROWS = (256, 1024, 4096), 1 << 19  # enough rows to hide the launch
 _SUSTAINED_SECONDS = 1.0
 
 
@@ -74,7 +76,7 @@ class Memory:
 def measure_products(device: str, dtype: str, *, is_slow: bool) -> tuple[ProductTime, ...]:
     """Products in one dtype. "tf32" is float32 on the matrix units. `is_slow`: only the smaller shapes."""
     watch = Stopwatch(device=device)
-    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     found: list[ProductTime] = []
     for m, n, k in _CPU_SHAPES if watch.is_cpu else _CUDA_SHAPES:
@@ -82,14 +84,15 @@ def measure_products(device: str, dtype: str, *, is_slow: bool) -> tuple[Product
             continue
         # A step comes back to an operand after others have taken its place in the caches, and keeps what it makes.
         x, back, weight, other = (cold_copies(shape, device, dtype=kind) for shape in ((m, k), (k, m), (n, k), (k, n)))
-        kept: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
+        room = _KEPT_BYTES // (m * n * kind.itemsize)
+        kept: deque[torch.Tensor] = deque(maxlen=max(1, min(_KEPT_RESULTS, room)))
         layouts: tuple[Callable[[], object], ...] = (
             lambda x=x, w=weight, kept=kept: kept.append(F.linear(next(x), next(w))),
             lambda x=x, w=other, kept=kept: kept.append(torch.mm(next(x), next(w))),
             lambda x=back, w=other, kept=kept: kept.append(torch.mm(next(x).t(), next(w))),
         )
         blocks = 4 if is_slow else 12
-        seconds = sum(watch.seconds(run, blocks=blocks) for run in layouts) / len(layouts)
+        seconds = sum(watch.device_seconds(run, blocks=blocks) for run in layouts) / len(layouts)
         found.append(ProductTime(m=m, n=n, k=k, seconds=seconds))
     return tuple(found)
 
@@ -124,7 +127,7 @@ def measure_streaming(device: str) -> tuple[tuple[int, float, float], ...]:
         def forward(x: torch.Tensor = x, count: int = count) -> torch.Tensor:
             for _ in range(count):
                 x = torch.relu(x)
-            return x[0]
+            return x
 
         def clear(x: torch.Tensor = x) -> None:
             x.grad = None
@@ -147,14 +150,14 @@ def measure_attention(device: str) -> tuple[AttentionTime, ...]:
     watch = Stopwatch(device=device)
     kind = torch.float32 if watch.is_cpu else torch.bfloat16
     found: list[AttentionTime] = []
-    for keys in _ATTENTION_KEYS if watch.is_cpu else (256, 1024, 4096):
-        heads, head_dim = (max(4, 2048 // keys), 32) if watch.is_cpu else (65536 // keys, 128)
+    for keys in _ATTENTION_KEYS if watch.is_cpu else _CUDA_ATTENTION_KEYS:
+        heads, head_dim = (max(4, 2048 // keys), 32) if watch.is_cpu else (_CUDA_ATTENTION_ROWS // keys, 128)
         query, key, value = (
             torch.randn(1, heads, keys, head_dim, device=device, dtype=kind, requires_grad=True) for _ in range(3)
         )
 
         def forward(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> torch.Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0, 0, 0]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         def clear(tensors: tuple[torch.Tensor, ...] = (query, key, value)) -> None:
             for tensor in tensors:
@@ -184,7 +187,7 @@ def measure_launches(device: str) -> LaunchTimes:
                 y = make(y)
             return y[0, 0]
 
-        ahead, back = watch.both_ways(forward, before=clear)
+        ahead, back = watch.both_ways(forward, before=clear, on_host=True)
         return ahead / _CHAIN, back / _CHAIN
 
     operations = [
@@ -196,24 +199,12 @@ def measure_launches(device: str) -> LaunchTimes:
     views = [chain(lambda y: y.transpose(0, 1)), chain(lambda y: y.view(_TINY[1], _TINY[0]))]
     host = sum(ahead for ahead, _ in operations) / len(operations)
     return LaunchTimes(
-        device_seconds=host if watch.is_cpu else _replayed_seconds(weight),
+        device_seconds=host if watch.is_cpu else watch.device_seconds(lambda: weight + 1.0),
         host_seconds=host,
         backward_seconds=sum(back for _, back in operations) / len(operations),
         view_seconds=sum(ahead for ahead, _ in views) / len(views),
         view_backward_seconds=sum(back for _, back in views) / len(views),
     )
-
-
-def _replayed_seconds(x: torch.Tensor) -> float:
-    """Device seconds of a tiny kernel: many in one CUDA graph, so that no launch is waited for."""
-    graph = torch.cuda.CUDAGraph()
-    x = x + 1.0
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        y = x
-        for _ in range(_CHAIN):
-            y = y + 1.0
-    return Stopwatch(device="cuda").seconds(graph.replay) / _CHAIN
 
 
 def measure_memory(device: str, ranks: int) -> Memory:
@@ -224,7 +215,12 @@ def measure_memory(device: str, ranks: int) -> Memory:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Memory(num_bytes=whole // ranks, overhead_bytes=resident)
-    torch.zeros(1, device=device)
+    # Context, libraries and the buffers of messages are there before the first tensor.
+    work = torch.ones(_TINY, device=device)
+    work = work @ work
+    if ranks > 1:
+        dist.all_reduce(work)
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info()
     return Memory(num_bytes=whole, overhead_bytes=max(0, whole - free - torch.cuda.memory_reserved()))

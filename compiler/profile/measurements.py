@@ -70,21 +70,23 @@ class Measurements:
 
 
 def measure_phase(job: RankJob) -> object:
-    """Join the group, measure one phase, leave."""
+    """Join the group, measure one phase, leave. A rank that fails does not wait for the others: they are ended."""
     torch.set_num_threads(1)
-    if job.device == "cuda":
-        torch.cuda.set_device(job.rank)
+    own = torch.device("cuda", job.rank) if job.device == "cuda" else None
+    if own is not None:
+        torch.cuda.set_device(own)
     dist.init_process_group(
-        "nccl" if job.device == "cuda" else "gloo",
+        "gloo" if own is None else "nccl",
         init_method=f"file://{job.store}",
         rank=job.rank,
         world_size=job.ranks,
         timeout=timedelta(seconds=job.timeout_seconds),
+        device_id=own,
     )
-    try:
-        return PHASES[job.phase](job)
-    finally:
-        dist.destroy_process_group()
+    answer = PHASES[job.phase](job)
+    dist.barrier()  # one that leaves early would break off the joining of another
+    dist.destroy_process_group()
+    return answer
 
 
 def _products(job: RankJob) -> object:

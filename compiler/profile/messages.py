@@ -124,8 +124,8 @@ def _seconds(
 def measure_hidden(device: str) -> float:
     """What disappears of the shorter of compute and an all_reduce that run at the same time, from 0 to 1."""
     watch = Stopwatch(device=device)
-    size = 384 if watch.is_cpu else 4096
-    a = torch.randn(size, size, device=device)
+    size, kind = (384, torch.float32) if watch.is_cpu else (4096, torch.bfloat16)
+    a = torch.randn(size, size, device=device, dtype=kind)
     message = torch.zeros((1 << 20) if watch.is_cpu else (1 << 26), device=device)
 
     def wall(run: Callable[[], object]) -> float:

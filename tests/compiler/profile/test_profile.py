@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from autopar.compiler.profile import profile_machine
+import torch
+from autopar.compiler.profile import profile_machine, timing
 from autopar.compiler.profile.messages import group_sizes
+from autopar.compiler.profile.profile import _run
 from autopar.compiler.profile.timing import Stopwatch, lower_quartile
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.hardware import load_cluster
@@ -53,3 +58,60 @@ def test_a_stopwatch_counts_its_own_work() -> None:
     assert long > 5 * short
     assert lower_quartile([4.0]) == 4.0
     assert lower_quartile([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
+
+
+class Late(Stopwatch):
+    """A device like a GPU: what is launched runs while the host waits."""
+
+    __slots__ = ()
+    queue: list[Callable[[], object]] = []
+
+    def wait(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+
+def launched(seconds: float) -> Callable[[], object]:
+    return lambda: Late.queue.append(lambda: time.sleep(seconds))
+
+
+@pytest.mark.gloo
+def test_a_short_phase_waits_for_slow_ranks() -> None:
+    for _ in range(3):
+        name, multiprocessors = _run("cpu", 4, "device", None)
+        assert name
+        assert multiprocessors == 1
+
+
+def test_a_device_runs_behind_the_host() -> None:
+    watch = Late(device="cuda")
+    assert watch.once(launched(0.01)) >= 0.01
+    assert watch.once(launched(0.01), on_host=True) < 0.005
+    assert not Late.queue  # what was launched does not meet what is timed next
+    assert watch.seconds(launched(0.002), blocks=3) >= 0.002
+
+
+def test_few_blocks_of_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_LONG_SECONDS", 0.004)
+    runs = []
+    Late(device="cuda").seconds(lambda: runs.append(launched(0.002)()))
+    assert len(runs) == 2 + timing._FEWEST_BLOCKS
+
+
+def test_a_backward_starts_from_any_gradient() -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    ahead, back = Stopwatch(device="cpu").both_ways(lambda: x * 3.0, times=2)
+    assert ahead > 0
+    assert back > 0
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4, 4), 4 * 9.0))
+
+
+def test_copies_leave_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (40 << 18,)  # 40 MiB: two are more than 64 MiB, one is not
+    copies = timing.cold_copies(shape, "cpu")
+    assert next(copies).data_ptr() != next(copies).data_ptr()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=126 << 20))
+    assert timing._cold_bytes("cuda") == 252 << 20
+    assert timing._cold_bytes("cpu") == 64 << 20
