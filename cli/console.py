@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Protocol
@@ -86,16 +86,20 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def progress(*, is_quiet: bool) -> Iterator[Progress]:
-    """A spinner with the last message where stderr is a terminal, else a line now and then."""
-    if is_quiet:
-        yield lambda message: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
+    """A spinner with the last message where stderr is a terminal, else a line now and then.
 
-        with Console(file=sys.stderr).status("starting", spinner="line") as status:
-            yield lambda message: status.update(message)
-    else:
-        yield _SparseLines()
+    What the code of a model prints meanwhile goes to stderr too: stdout is for the result.
+    """
+    with redirect_stdout(sys.stderr):
+        if is_quiet:
+            yield lambda message: None
+        elif sys.stderr.isatty():
+            from rich.console import Console
+
+            with Console(file=sys.stderr).status("starting", spinner="line") as status:
+                yield lambda message: status.update(message)
+        else:
+            yield _SparseLines()
 
 
 @contextmanager

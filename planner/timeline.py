@@ -19,6 +19,7 @@ from .plan import Plan, StagePlan
 from .schedules import action_table
 
 SEND, STEP, BUBBLE = "send", "step", "bubble"
+_MOST_TIMES = 1000.0  # a rank slower than this is a broken one
 KINDS = {FORWARD: "forward", BACKWARD: "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -43,10 +44,10 @@ class SimulatedStep:
 
 
 def parse_slow(texts: Sequence[str], world_size: int) -> dict[int, float]:
-    """Read "rank=3:1.3": rank 3 takes 1.3 times as long. A rank that is named twice keeps the last factor.
+    """Read "rank=3:1.3": rank 3 takes 1.3 times as long.
 
     Raises:
-        AutoparError: no such form, a rank that there is not, a factor that is none.
+        AutoparError: no such form, a rank that there is not or that is given twice, a factor that is none.
     """
     found: dict[int, float] = {}
     for text in texts:
@@ -60,6 +61,12 @@ def parse_slow(texts: Sequence[str], world_size: int) -> dict[int, float]:
             raise AutoparError(f"cannot read {text!r}", where="--slow", fix="write --slow rank=3:1.3")
         if not 0 <= number < world_size:
             raise AutoparError(f"there is no rank {number}", where="--slow", fix=f"ranks are 0 to {world_size - 1}")
+        if number in found:
+            raise AutoparError(f"rank {number} is given twice", where="--slow", fix="keep one of the two")
+        if times > _MOST_TIMES:
+            raise AutoparError(
+                f"rank {number} takes {times:g} times as long", where="--slow", fix=f"give at most {_MOST_TIMES:g}"
+            )
         found[number] = times
     return found
 

@@ -24,6 +24,7 @@ from ...planner.search.step_collectives import expected_collectives
 from ...planner.sharding.mesh import Mesh
 from ...planner.sharding.program import ModelProgram
 from ...planner.zero import Zero
+from ..exporters.pytorch.tensors import DEFAULT_DTYPE
 from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
@@ -36,6 +37,8 @@ LOW_PRECISION_TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 DEFAULT_TIMEOUT_SECONDS = 600.0
 # Weights, their start, gradients twice, a copy to step from, two results, and the two moments of AdamW.
 REFERENCE_COPIES = 9
+# A rank that holds nothing yet: private pages of a process with torch and gloo (Linux, torch 2.13).
+RANK_BYTES = 20 << 20
 # (axis, operation, payload bytes) -> count
 Lines = Counter[tuple[str, str, int]]
 
@@ -69,7 +72,7 @@ def verify(
         from ...planner.replay import graph_of  # torch.export, not needed by ranks that import this package
 
         graph = graph_of(plan)
-    refuse_too_large(graph, dtype)
+    refuse_too_large(graph, dtype, plan.gpus)
     notes: list[str] = []
     if dtype == "auto" and (fixed := fixed_dtype(graph)):
         dtype = "float32"
@@ -140,8 +143,8 @@ def _verify_shrunk(
     return replace(found, notes=(*not_covered(plan, planned.plan), *found.notes))
 
 
-def refuse_too_large(graph: ModelGraph, dtype: str) -> None:
-    """Refuse a model whose reference step alone is larger than this machine, before it drives the machine into swap.
+def refuse_too_large(graph: ModelGraph, dtype: str, num_ranks: int) -> None:
+    """Refuse a model whose reference step, or ranks that alone, are larger than this machine, before it swaps.
 
     Raises:
         AutoparError: bytes needed and there.
@@ -156,12 +159,21 @@ def refuse_too_large(graph: ModelGraph, dtype: str) -> None:
             where=f"{numel:,} numbers of parameters and buffers, with gradients and two optimizer steps",
             fix="verify it smaller: --shrink with --set of a smaller model (--set preset=tiny, --set num_layers=2 ...)",
         )
+    if num_ranks * RANK_BYTES > memory_bytes:
+        raise AutoparError(
+            f"{num_ranks:,} CPU ranks need {format_bytes(num_ranks * RANK_BYTES)} without any model, more than this "
+            f"machine's {format_bytes(memory_bytes)}",
+            where="plan.json: gpus",
+            fix="verify a plan like it on at most two ranks an axis: --shrink",
+        )
 
 
 def fixed_dtype(graph: ModelGraph) -> str:
-    """What keeps the model from running in another dtype: a cast to a named floating dtype, complex tensors; or ""."""
-    if name := next((name for name, info in graph.tensors.items() if info.type.dtype.startswith("complex")), None):
-        return f"complex tensor {name}"
+    """What keeps the model from running in another dtype: a cast to a named floating dtype, a tensor of one; or ""."""
+    for name, info in graph.tensors.items():
+        dtype = info.type.dtype
+        if dtype != DEFAULT_DTYPE and dtype.startswith(("complex", "float", "bfloat")):
+            return f"{'complex' if dtype.startswith('complex') else dtype} tensor {name}"
     for template in graph.templates:
         for node in template.nodes:
             if node.kind is not Kind.OP or not node.output.dtype.startswith(("float", "bfloat")):

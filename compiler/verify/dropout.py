@@ -21,15 +21,17 @@ _PROBABILITY: dict[tuple[Any, str], tuple[int, str]] = {
 }
 
 
-def _kept(function: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
-    """The function with probability 0."""
+def _kept(module: Any, function_name: str, position: int, name: str) -> Callable[..., Any]:
+    """The function with probability 0. While it runs it is what the module has: tensor subclasses know it by that."""
+    function = getattr(module, function_name)
 
     def keeps_everything(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:
             args = (*args[:position], 0.0, *args[position + 1 :])
         else:
             kwargs[name] = 0.0
-        return function(*args, **kwargs)
+        with patch.object(module, function_name, function):
+            return function(*args, **kwargs)
 
     return keeps_everything
 
@@ -40,7 +42,7 @@ class _KeepEverything(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.replaced: dict[Any, Callable[..., Any]] = {
-            getattr(module, function): _kept(getattr(module, function), position, name)
+            getattr(module, function): _kept(module, function, position, name)
             for (module, function), (position, name) in _PROBABILITY.items()
         }
 
@@ -54,6 +56,5 @@ def dropout_off() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_KeepEverything())
         for (module, function), (position, name) in _PROBABILITY.items():
-            kept = _kept(getattr(module, function), position, name)
-            stack.enter_context(patch.object(module, function, kept))
+            stack.enter_context(patch.object(module, function, _kept(module, function, position, name)))
         yield

@@ -37,6 +37,7 @@ _PRELOAD = (
 def _entry(function: Callable[..., object], arguments: tuple[object, ...], result: Connection) -> None:
     # Its own process group: whatever it forks dies with it.
     os.setpgid(0, 0)
+    os.dup2(2, 1)  # what the model prints is no part of the answer of the command
     try:
         answer: tuple[str, object] = ("ok", function(*arguments))
     except BaseException as error:  # the parent reports it, whatever it is

@@ -75,18 +75,23 @@ class Reference:
 def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, saved: str) -> str:
     """Build the user's module from `path`, run one step on the whole batch, and save a `Reference`.
 
+    Tensors of the default dtype are made `dtype`; those of a dtype that the user chose keep it.
+
     Returns which operation of the module does not follow `dtype`; "" if all do.
     """
     torch.set_num_threads(1)
     wanted = getattr(torch, dtype)
     loaded = load_model_file(path, model.name, model.arguments, model.inputs)
-    # Not `module.to(dtype)`, which makes complex tensors real.
-    module = loaded.build("cpu", seed=SEED)._apply(lambda t: t.to(wanted) if t.is_floating_point() else t)
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(wanted) if tensor.dtype == torch.get_default_dtype() else tensor
+
+    module = loaded.build("cpu", seed=SEED)._apply(converted)
     module.train()
     everything = {**module.state_dict(), **dict(module.named_buffers())}  # also buffers that are not persistent
     start = {name: value.detach().clone() for name, value in everything.items()}
     sample = sample_inputs(loaded, module, batch_size, seed=SEED)
-    inputs = {name: value.to(wanted) if value.is_floating_point() else value for name, value in sample.tensors.items()}
+    inputs = {name: converted(value) for name, value in sample.tensors.items()}
     step = type(sample)(layout=sample.layout, tensors=inputs)
     with FixedDtypes(wanted) as fixed, dropout_off():
         loss = run_step(loaded, module, step)

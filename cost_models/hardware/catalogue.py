@@ -88,7 +88,7 @@ def load_cluster(
     given = {name: value for name, value in overrides.items() if value is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
-            raise HardwareError(f"{name} is {value}; it must be more than 0")
+            raise HardwareError(f"{name} is {value}", where=cluster.name, fix="give a finite number above 0")
     boards = cluster.intra_node.boards
     if gpus_per_node is not None and boards is not None and gpus_per_node % boards.gpus_per_board:
         raise HardwareError(
@@ -132,7 +132,12 @@ def _gpu_with(gpu: Gpu, hbm_gib: float | None, sustained_fraction: float | None)
     if hbm_gib is None:
         return gpu
     if hbm_gib * GIB <= gpu.overhead_bytes:
-        raise HardwareError(f"hbm_gib {hbm_gib} is less than context and libraries take on {gpu.name}")
+        taken_gib = gpu.overhead_bytes / GIB
+        raise HardwareError(
+            f"hbm_gib is {hbm_gib}, and context and libraries take {taken_gib:.2f} GiB",
+            where=gpu.name,
+            fix="give the memory of the whole GPU",
+        )
     return replace(gpu, hbm_bytes=int(hbm_gib * GIB))
 
 

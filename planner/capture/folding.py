@@ -36,7 +36,11 @@ def fold(
     by_name = {node.name: node for node in flat.nodes}
     live = live_nodes(flat, with_buffers=True)
     if not by_name[flat.loss.node].outputs[flat.loss.index].requires_grad:
-        raise UnsupportedModel("the loss depends on no parameter that requires a gradient", fix="train something")
+        raise UnsupportedModel(
+            "the loss depends on no parameter that requires a gradient",
+            where=name,
+            fix="give the model parameters to train, with requires_grad, and use them in forward",
+        )
     prelude, same = _prelude_nodes(flat, live, by_name)
     live = tuple(_renamed(node, same) for node in live)
     in_prelude = {node.name for node in prelude}

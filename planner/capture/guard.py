@@ -25,8 +25,8 @@ MAX_VALUE_BYTES = 1 << 30  # of all values of a forward together
 TIMEOUT_SECONDS = 120.0
 LOW_PRECISION = ("bfloat16", "float16")
 NOT_COMPARED = "the capture was not compared with an eager step"
-# How an answer of the child begins that is a refusal: the step raises, or the graph differs from it.
-RAISES, DIFFERS = "?", "!"
+# How an answer of the child begins that is a refusal: the step is none to train with, or the graph differs from it.
+FAILS, DIFFERS = "?", "!"
 
 
 def guard(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
@@ -53,9 +53,9 @@ def guard(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | Non
     finally:
         child.kill()
         child.join()
-    if answer and answer.startswith(RAISES):
+    if answer and answer.startswith(FAILS):
         raise UnsupportedModel(
-            f"one eager step of the model raised {answer.removeprefix(RAISES)}",
+            f"one eager step of the model {answer.removeprefix(FAILS)}",
             where=str(loaded.path),
             fix="give inputs that the model can be trained on (example_inputs, or --input NAME=int64[B,6]<LIMIT)",
         )
@@ -96,12 +96,12 @@ def _raised(error: Exception) -> str:
     lacks = ("not implemented for", "out of memory", "allocate memory")
     if isinstance(error, NotImplementedError | MemoryError) or any(words in text for words in lacks):
         return f"{NOT_COMPARED}: one eager step raised {text}"
-    return f"{RAISES}{text}"
+    return f"{FAILS}raised {text}"
 
 
 def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | None:
     """Run both here. None if they agree; else a note, or a refusal that names the first difference."""
-    module = loaded.build("cpu", seed=seed)
+    module = loaded.build("cpu", seed=seed).train()
     sample = sample_inputs(loaded, module, graph.batch_size, seed=seed)
     tensors = {
         fqn: tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -113,17 +113,23 @@ def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | N
         loss.backward()
     except Exception as error:
         return _raised(error)
+    wanted = {fqn: parameter.grad for fqn, parameter in module.named_parameters() if parameter.requires_grad}
+    if not_finite := _not_finite({"the loss": loss, **{f"the gradient of {fqn}": g for fqn, g in wanted.items()}}):
+        return f"{FAILS}makes {not_finite} infinite or not a number"
     torch.manual_seed(seed)
     ours = evaluate(graph, tensors, sample.tensors)
     trained = {f: t for f, t in tensors.items() if t.requires_grad}
     gradients = torch.autograd.grad(ours.loss, list(trained.values()), allow_unused=True)
     low = any(out.dtype in LOW_PRECISION for t in graph.templates for node in t.nodes for out in node.outputs)
     tolerance = 5e-2 if low else 1e-3
-    if (loss - ours.loss).abs() > tolerance * (loss.abs() + 1e-3) or loss.isnan() != ours.loss.isnan():
+    if not (loss - ours.loss).abs() <= tolerance * (loss.abs() + 1e-3):
         return f"{DIFFERS}loss {ours.loss.item():.6g} instead of {loss.item():.6g}"
-    wanted = {fqn: parameter.grad for fqn, parameter in module.named_parameters() if parameter.requires_grad}
     got = dict(zip(trained, gradients, strict=True))
     return _difference(got, wanted, tolerance) or _buffers(ours.buffers, dict(module.named_buffers()), tolerance)
+
+
+def _not_finite(values: Mapping[str, Tensor | None]) -> str | None:
+    return next((name for name, value in values.items() if value is not None and not value.isfinite().all()), None)
 
 
 def _difference(got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], tolerance: float) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...cost_models.errors import AutoparError
 from ..errors import UnsupportedModel
@@ -74,6 +75,12 @@ class LoadedModel:
                 f"{self.name} returned {type(module).__name__}, not an nn.Module",
                 where=str(self.path),
                 fix="return a module, or (module, example_inputs)",
+            )
+        if lazy := next((name for name, value in module.named_parameters() if is_lazy(value)), None):
+            raise UnsupportedModel(
+                f"parameter {lazy} has no shape before a first forward pass",
+                where=str(self.path),
+                fix=f"call the module once in {self.name}, or give the sizes (Linear instead of LazyLinear)",
             )
         return module, inputs
 
@@ -253,4 +260,5 @@ def _users_fault(error: BaseException, doing: str, file: Path) -> AutoparError:
     frames = frames or [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(file.name)]
     where = f"{file.name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else str(file)
     text = f": {error}" if str(error) else ""
-    return UnsupportedModel(f"{doing} raised {type(error).__name__}{text}", where=where)
+    fix = "run autopar where that module is installed" if isinstance(error, ImportError) else "mend the model file"
+    return UnsupportedModel(f"{doing} raised {type(error).__name__}{text}", where=where, fix=fix)

@@ -126,9 +126,12 @@ def _scalar(output: object) -> Tensor:
         candidates = []
     if len(candidates) == 1 and candidates[0].numel() == 1 and candidates[0].is_floating_point():
         return candidates[0].reshape(())
-    got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    got = type(output).__name__
+    if isinstance(output, Tensor):
+        got = f"a tensor of {str(output.dtype).removeprefix('torch.')} and shape {list(output.shape)}"
     raise UnsupportedModel(
         f"the model returns {got}: there is no scalar loss to train with",
+        where="the result of forward, or of loss(output, *inputs)",
         fix="return the loss, an output with .loss, or define loss(output, *inputs) in the model file",
     )
 
@@ -190,6 +193,9 @@ def _check_inputs(loaded: LoadedModel, module: nn.Module, inputs: Inputs) -> Non
 
 
 def run_step(loaded: LoadedModel, module: nn.Module, sample: Sample) -> Tensor:
-    """The user's loss on these inputs, eagerly: the reference that everything else must equal."""
+    """The user's loss on these inputs, eagerly: the reference that everything else must equal.
+
+    A step that writes to its inputs writes to a copy: the batch is as it was.
+    """
     with torch.enable_grad():
-        return TrainingStep(module, loaded.loss, sample.layout)(*sample.tensors.values())
+        return TrainingStep(module, loaded.loss, sample.layout)(*(value.clone() for value in sample.tensors.values()))

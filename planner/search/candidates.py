@@ -69,7 +69,7 @@ class Pins:
                 if reason := schedule.refuse_policies(each, policy):
                     value = self.zero if name == "zero" else self.activation_checkpoint
                     raise AutoparError(
-                        f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="let one of the two free"
+                        f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="leave one of the two free"
                     )
         if self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise AutoparError(f"{self.stages_per_rank} stages per rank are none", fix="give a positive number")

@@ -61,7 +61,7 @@ class _Clash:
             return AutoparError(what, where=where, fix=self._choices(pins, names[0]))
         listed = f"{', '.join(written[:-1])} and {written[-1]}"
         reason = reason or f"no mesh with {','.join(written)} has {self.gpus} ranks"
-        fix = f"let one of them free: {' or '.join(map(_option, dict.fromkeys(names)))}"
+        fix = f"leave one of them free: {' or '.join(map(_option, dict.fromkeys(names)))}"
         return AutoparError(f"{listed} contradict each other: {reason}", where=where, fix=fix)
 
     def _reasons(self, pins: Pins, names: list[str]) -> list[str]:

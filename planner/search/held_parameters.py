@@ -141,13 +141,17 @@ def parameter_bytes(held: HeldParameter) -> int:
     return prod(held.shape) * ITEM_BYTES[held.dtype]
 
 
+def _row_bytes(held: HeldParameter, dim: int) -> int:
+    return prod((*held.shape[:dim], *held.shape[dim + 1 :])) * ITEM_BYTES[held.dtype]
+
+
 def padded_bytes(held: HeldParameter, dp: int, zero: int = 2) -> int:
     """Bytes of the parameter in the buffer of its group; one that dp cannot split is there whole for every rank."""
     dim = held.dp_dim(zero)
     if dim is None:
         return parameter_bytes(held) * (dp if zero == 1 else 1)
     rows = -(-held.shape[dim] // dp) * dp
-    return parameter_bytes(held) // held.shape[dim] * rows
+    return _row_bytes(held, dim) * rows
 
 
 def shard_bytes(held: HeldParameter, dp: int, dp_rank: int, zero: int = 2) -> int:
@@ -157,7 +161,7 @@ def shard_bytes(held: HeldParameter, dp: int, dp_rank: int, zero: int = 2) -> in
         return parameter_bytes(held)
     chunk = -(-held.shape[dim] // dp)
     rows = min(max(held.shape[dim] - dp_rank * chunk, 0), chunk)
-    return parameter_bytes(held) // held.shape[dim] * rows
+    return _row_bytes(held, dim) * rows
 
 
 __all__ = [

@@ -67,11 +67,11 @@ class Changes:
         setting, pins = self.setting, self.setting.pins
         given = [(name, text) for name, text in _PINS if getattr(pins, name) is not None]
         for name, text in given:
-            yield f"let {text} free (not pinned)", replace(setting, pins=replace(pins, **{name: None}))
+            yield f"leave {text} free (not pinned)", replace(setting, pins=replace(pins, **{name: None}))
         if pins.mesh:
-            yield "let the mesh free (not pinned)", replace(setting, pins=replace(pins, mesh={}))
+            yield "leave the mesh free (not pinned)", replace(setting, pins=replace(pins, mesh={}))
         if len(given) + bool(pins.mesh) > 1:
-            yield "let all pins free", self._without_pins
+            yield "leave all pins free", self._without_pins
 
     def _fewer_samples(self) -> Iterator[tuple[str, Setting]]:
         """Where the step cannot be cut into microbatches; elsewhere a batch of any size needs as much."""

@@ -236,7 +236,12 @@ def _once_a_step(
     for axis in loss_axes(program):
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
-        yield WORLD, "all_reduce", ITEM_BYTES["float32"], "clip", 1
+        norm = (
+            "float64"
+            if any(p.dtype in ("float64", "complex128") for each in held.values() for p in each)
+            else "float32"
+        )
+        yield WORLD, "all_reduce", ITEM_BYTES[norm], "clip", 1
 
 
 def _gathers(

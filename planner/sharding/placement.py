@@ -105,6 +105,8 @@ def can_split(value: TensorType, layout: Layout, axes: Sequence[Axis]) -> bool:
         if pair.is_split:
             by_dim.setdefault(pair.dim, []).append((pair.groups, axis.size))
     for dim, splits in by_dim.items():
+        if not value.shape[dim]:
+            return False  # no element to hold apart
         # Fewer groups lie outside: the parts of an outer split must hold whole runs of the next finer one.
         parts = 1
         for groups in sorted({groups for groups, _ in splits}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,25 @@ def build(width: int = 12, vocabulary: int = 40):
 def example_inputs(batch_size: int = 8):
     return (torch.randint(40, (batch_size, 6)),)
 """
+SMALL = f"""{HEAD}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = LINEAR
+
+    def forward(self, x):
+        y = self.l(x)
+        return LOSS
+
+def example_inputs(batch_size: int = 8):
+    return (torch.randn(batch_size, 4),)
+"""
+
+
+def small(loss: str = "y.square().mean()", linear: str = "nn.Linear(4, 8)") -> str:
+    return SMALL.replace("LINEAR", linear).replace("LOSS", loss)
+
+
 NO_INPUTS = MODEL.split("def example_inputs")[0]
 
 
@@ -50,6 +70,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty.py").write_text("x = 1\n")
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "raises.py").write_text("def build():\n    return 1 / 0\n")
+    (tmp_path / "needs.py").write_text("import no_such_module_at_all\n")
+    (tmp_path / "lazy.py").write_text(small(linear="nn.LazyLinear(8)"))
+    (tmp_path / "nan.py").write_text(small(loss="(y * float('nan')).mean()"))
+    (tmp_path / "steep.py").write_text(small(loss="(y - y).abs().sqrt().mean()"))
+    (tmp_path / "index.py").write_text(small(loss="y.argmax()"))
+    (tmp_path / "frozen.py").write_text(small(linear="nn.Linear(4, 8).requires_grad_(False)"))
     (tmp_path / "notes.txt").write_text("no model\n")
     return tmp_path
 
@@ -67,6 +93,16 @@ CASES = {
     "no such name": (["net.py:Nett", "--gpus", "2"], 2, ["Nett", "build"]),
     "syntax error": (["broken.py", "--gpus", "2"], 4, ["broken.py", "SyntaxError"]),
     "raises": (["raises.py", "--gpus", "2"], 4, ["ZeroDivisionError", "raises.py:2"]),
+    "an import that is missing": (["needs.py", "--gpus", "2"], 4, ["no_such_module_at_all", "needs.py:1", "installed"]),
+    "no shape yet": (["lazy.py", "--gpus", "2"], 4, ["l.weight", "LazyLinear"]),
+    "no finite loss": (["nan.py", "--gpus", "2"], 4, ["the loss infinite or not a number", "inputs"]),
+    "no finite gradient": (["steep.py", "--gpus", "2"], 4, ["the gradient of l.weight infinite or not a number"]),
+    "a loss of integers": (["index.py", "--gpus", "2"], 4, ["int64", "loss(output, *inputs)"]),
+    "nothing to train": (["frozen.py", "--gpus", "2"], 4, ["frozen", "requires_grad"]),
+    "a rank slow twice": (["net.py", "--gpus", "2", "--slow", "rank=0:2", "--slow", "rank=0:3"], 2, ["rank 0", "one"]),
+    "a rank as good as dead": (["net.py", "--gpus", "2", "--slow", "rank=0:1e300"], 2, ["rank 0", "1000"]),
+    "too little memory for any program": (["net.py", "--gpus", "2", "--hbm-gib", "0.1"], 2, ["0.1", "GiB"]),
+    "no network": (["net.py", "--gpus", "2", "--nic-gbit-per-second", "inf"], 2, ["nic_gbit_per_second", "finite"]),
     "wrong --set key": (["net.py", "--gpus", "2", "--set", "widht=4"], 2, ["widht", "vocabulary, width"]),
     "wrong --set value": (["net.py", "--gpus", "2", "--set", "width=wide"], 2, ["width", "int"]),
     "no inputs": (["no_inputs.py", "--gpus", "2"], 2, ["no_inputs.py", "--input"]),
@@ -102,6 +138,15 @@ def test_bad_input(run: Run, folder: Path, name: str) -> None:
     for text in texts:
         assert text in found.err
     assert listing(folder) == before
+
+
+def test_what_a_model_prints_is_no_part_of_the_answer(run: Run, folder: Path) -> None:
+    (folder / "loud.py").write_text(
+        "print('imported')\n" + MODEL.replace("super().__init__()", "super().__init__(); print('built')")
+    )
+    found = run("plan", "loud.py", "--gpus", "2", "--json")
+    assert json.loads(found.out)["gpus"] == 2
+    assert "imported" in found.err
 
 
 def test_folder_that_is_not_empty(run: Run, folder: Path) -> None:

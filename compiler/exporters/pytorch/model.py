@@ -246,6 +246,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     yield module_functions.build_mesh(mesh)
     if modules.joins_states:
         yield module_functions.STATES_MESH
+    dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
     if modules.has_shards:
         yield zero1_functions.shards(modules.parameter_axes, over=mesh.state_axis)
         several = modules.has_several_stages
@@ -286,8 +287,8 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     )
     if modules.updates_buffers:
         yield step_functions.UPDATE_BUFFERS
+    dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
     if modules.has_shards:
-        dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
         yield zero1_functions.groups(list(modules.blocks.values()), several_dtypes=len(dtypes) > 1)
         yield zero1_functions.exchange(modules.parameter_axes, over=mesh.state_axis)
     if reduces:
@@ -314,6 +315,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
         copies=_copies(modules),
         world=mesh.world_size,
         several=modules.has_several_stages,
+        dtypes=dtypes,
     )
 
 

@@ -148,7 +148,7 @@ def _method(
 ) -> Expr:
     text = receiver(args[0], operands)
     rest = list(args[1:])
-    if name in SPREAD and len(rest) == 1 and isinstance(rest[0], tuple):
+    if name in SPREAD and len(rest) == 1 and isinstance(rest[0], tuple) and rest[0]:
         rest = list(_free(rest[0], context) if name in ("reshape", "view") else rest[0])
     if name in KEYWORDS:
         names = KEYWORDS[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from ....planner.schedules import get_schedule
@@ -324,11 +324,14 @@ def _tied_of_several(tied: Sequence[int], *, shards: bool, distributed: bool) ->
     return [*lines, "        for g in gradients[1:]:", "            g.copy_(gradients[0])"]
 
 
-def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int, several: bool) -> str:
+def clip_gradients(
+    *, distributed: bool, shards: bool, copies: str, world: int, several: bool, dtypes: Collection[str]
+) -> str:
     """`several`: a rank's stages are a list. `copies`: source of the number of ranks that hold the same part of p's
-    gradient; empty where it is one."""
+    gradient; empty where it is one. `dtypes` of the parameters."""
     model, kind = ("stages", "nn.ModuleList") if several else ("stage", "nn.Module")
     gradient, holder = _gradient(distributed), _holder(shards, model)
+    widest = "dtype=torch.float64, " if {"float64", "complex128"} & set(dtypes) else ""
     every = f"{holder}.parameters():"
     if "name" in copies:
         named = f"{_holder(shards)}.named_parameters()"
@@ -336,12 +339,13 @@ def clip_gradients(*, distributed: bool, shards: bool, copies: str, world: int, 
     lines = [
         f"def clip_gradients({model}: {kind}, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:",
         '    """Scale gradients so that their norm over the whole model is at most `max_norm`; returns the norm."""',
-        "    total = torch.zeros((), device=mesh.device_type)",
+        f"    total = torch.zeros((), {widest}device=mesh.device_type)",
         f"    for {'name, p' if 'name' in copies else 'p'} in {every}",
         "        if p.grad is not None:",
     ]
     divisor = f"({copies})" if "*" in copies else copies
-    square = f"torch.linalg.vector_norm({gradient}, dtype=total.dtype) ** 2"
+    size = f"{gradient}.abs()" if any(dtype.startswith("complex") for dtype in dtypes) else gradient
+    square = f"torch.linalg.vector_norm({size}, dtype=total.dtype) ** 2"
     is_constant = bool(re.fullmatch(r"[A-Z]+( \* [A-Z]+)*", copies))
     if copies and not is_constant:
         lines += [

@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from autopar.compiler.verify.dropout import dropout_off
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import dropout as imported_by_name
+from torch.nn.functional import scaled_dot_product_attention as attention_by_name
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,6 +37,15 @@ def test_attention_does_not_drop_weights():
     with dropout_off():
         assert F.scaled_dot_product_attention(q, q, q, dropout_p=0.9).allclose(want)
         assert F.scaled_dot_product_attention(q, q, q, None, 0.9).allclose(want)
+
+
+def test_attention_with_a_mask_that_is_a_subclass_does_not_drop_weights():
+    q, k = torch.rand(1, 2, 3, 4), torch.rand(1, 2, 8, 4)
+    mask = causal_lower_right(3, 8)
+    want = F.scaled_dot_product_attention(q, k, k, mask)
+    with dropout_off():
+        assert F.scaled_dot_product_attention(q, k, k, mask, 0.9).allclose(want)
+        assert attention_by_name(q, k, k, mask, dropout_p=0.9).allclose(want)
 
 
 def test_recomputation_keeps_everything_too():

@@ -162,6 +162,26 @@ def test_inputs_that_do_not_fit(model_file, text, options, what):
     assert caught.value.fix or caught.value.where
 
 
+STATEFUL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.drop = nn.Linear(4, 8), nn.Dropout(0.5)
+        self.eval()
+    def forward(self, x):
+        x.mul_(2)
+        return self.drop(self.l(x)).square().mean()
+def example_inputs(batch_size=8):
+    return (torch.randn(batch_size, 4),)
+"""
+
+
+def test_a_step_is_one_of_training_and_may_write_to_its_inputs(model_file):
+    graph = capture_model(model_file(STATEFUL)).graph
+    assert not graph.notes
+    assert graph.is_random
+
+
 def test_a_step_that_raises_is_refused(model_file):
     path = model_file(NET)
     assert capture_model(path, inputs={"ids": "int64[B,6]<20"}).graph.notes == ()

@@ -57,9 +57,9 @@ def changed(given: Setting, fix: str) -> Setting:
         return replace(given, cluster=cluster)
     if found := re.match(r"take --batch-size (\d+): ", fix):
         return replace(given, graph=wide(int(found[1])))
-    if found := re.match(r"let (.*) free \(not pinned\): ", fix):
+    if found := re.match(r"leave (.*) free \(not pinned\): ", fix):
         return replace(given, pins=replace(given.pins, **PINS[found[1]]))
-    assert fix.startswith("let all pins free: "), fix
+    assert fix.startswith("leave all pins free: "), fix
     return replace(given, pins=Pins(mesh={}))
 
 
@@ -75,17 +75,17 @@ def shown(given: Setting, fix: str) -> Setting:
 CASES = {
     "more GPUs": (setting(0.6), "use 4 GPUs: "),
     "many more GPUs": (setting(0.15), "use 16 GPUs: "),
-    "ZeRO": (setting(1.4, gpus=4, mesh={"dp": 4}, zero=0), "let the ZeRO stage free"),
-    "the mesh": (setting(0.6, gpus=4, mesh={"dp": 4}, zero=0), "let the mesh free"),
+    "ZeRO": (setting(1.4, gpus=4, mesh={"dp": 4}, zero=0), "leave the ZeRO stage free"),
+    "the mesh": (setting(0.6, gpus=4, mesh={"dp": 4}, zero=0), "leave the mesh free"),
     "checkpointing": (
         setting(1.3, gpus=4, graph=residual_mlp(batch=65536, width=256, hidden=1024, depth=8), mesh={"tp": 4},
                 microbatch_size=65536, activation_checkpoint="none"),
-        "let activation checkpointing free",
+        "leave activation checkpointing free",
     ),
     "the microbatch size": (
         setting(0.3, gpus=4, graph=residual_mlp(batch=65536, width=256, hidden=1024, depth=8), mesh={"tp": 4},
                 microbatch_size=65536, activation_checkpoint="full"),
-        "let the microbatch size free",
+        "leave the microbatch size free",
     ),
 }  # fmt: skip
 

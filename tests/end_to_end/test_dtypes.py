@@ -1,0 +1,57 @@
+"""Parameters of other dtypes than float32, empty ones, and losses of other shapes than (): verified as they are."""
+
+from math import prod
+
+import pytest
+from autopar.compiler.package import emit_package
+from autopar.compiler.verify import verify
+from autopar.planner.driver import PlanRequest, make_plan
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(8, 8)
+        self.wide = nn.Linear(8, 8).double()
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.none = nn.Parameter(torch.empty(0, 8))
+        self.narrow = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x):
+        x = self.wide(self.plain(x).double()).float() + self.none.sum()
+        x = (x.to(torch.complex64) @ self.turn).abs()
+        return self.narrow(x.bfloat16()).float().square().mean().reshape(1)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def example_inputs(batch_size: int = 8):
+    return (torch.randn(batch_size, 8),)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "pins"),
+    [
+        ({"dp": 2, "tp": 2}, {"zero": 0}),
+        pytest.param({"dp": 4}, {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, {"zero": 0, "schedule": "1f1b"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_each_tensor_keeps_its_dtype(tmp_path, mesh, pins):
+    model = tmp_path / "net.py"
+    model.write_text(NET)
+    made = make_plan(PlanRequest(model=str(model), gpus=prod(mesh.values()), mesh=mesh, **pins))
+    emit_package(made.plan, made.graph, tmp_path / "package", force=False)
+    report = verify(made.plan, tmp_path / "package", graph=made.graph, timeout_seconds=240.0)
+    assert report.ok, "\n".join(report.lines())
+    assert report.dtype == "float32"
