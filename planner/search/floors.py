@@ -6,12 +6,17 @@ optimizers, the exchanges of their gradients and what they hold: the slowest and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 from ..checkpointing import Checkpointing
 from ..schedules import in_flight, stages_by_rank
 from ..zero import Zero, highest
 from .candidates import Pipeline, always_fills, pipeline_factor
 from .evaluate import Evaluator
+from .least_recompute import least_recomputed
 from .prices import slowest_of_nodes
+from .stage_costs import StageCost
 from .stages_ilp import least_fullest
 
 _ROUNDING = 1e-12  # of sums of seconds
@@ -19,8 +24,39 @@ _ROUNDING = 1e-12  # of sums of seconds
 
 def floor_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute: Checkpointing) -> float:
     """No cut of these placements under this policy gives a faster step; without a pipeline it is the step."""
-    mesh, prices = evaluator.mesh, evaluator.prices
     whole = evaluator.costs.whole(zero, recompute)
+    return _step_seconds(evaluator, pipeline, zero, whole, whole.busy_seconds)
+
+
+def fitting_seconds(
+    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, policies: Sequence[Checkpointing], room_bytes: Sequence[float]
+) -> float:
+    """No cut gives a faster step that fits, whatever of `policies` each block has; inf where none fits.
+
+    `room_bytes`: by pipeline rank.
+    """
+    mesh, (name, per_rank) = evaluator.mesh, pipeline
+    overhead = evaluator.prices.cluster.gpu.overhead_bytes
+    units = evaluator.costs.recomputed(highest(zero), tuple(policies))
+    least = least_recomputed(
+        units,
+        in_flight=in_flight(name, mesh.pp, mesh.microbatches, per_rank),
+        by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
+        room_bytes=[size - overhead for size in room_bytes],
+    )
+    if least == inf:
+        return inf
+    more = least - sum(count * unit.seconds[0] for unit, count in units.items())
+    busy = evaluator.costs.whole(zero, policies[0]).busy_seconds + more
+    # The longer the backward, the more of what runs beside it is hidden.
+    return _step_seconds(evaluator, pipeline, zero, evaluator.costs.whole(zero, policies[-1]), busy)
+
+
+def _step_seconds(
+    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float
+) -> float:
+    """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once."""
+    mesh, prices = evaluator.mesh, evaluator.prices
     after = whole.step_seconds
     started = 0.0
     if mesh.pp > 1:
@@ -30,7 +66,7 @@ def floor_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recomput
             highest(zero) <= 1 and prices.stack.gradient_sync == "exposed" and not prices.cluster.intra_node.measured
         )
         after = (whole.step["optimizer"] + (whole.step["dp"] if is_exposed else 0.0)) / mesh.pp
-    through = whole.busy_seconds * pipeline_factor(mesh, fills=always_fills((pipeline,)))
+    through = busy_seconds * pipeline_factor(mesh, fills=always_fills((pipeline,)))
     return (started + through + after) * slowest_of_nodes(mesh, prices.cluster) * (1 - _ROUNDING)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import MIXED, Checkpointing
+from ..checkpointing import MIXED, Checkpointing, name_of
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
@@ -21,7 +21,7 @@ from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
 from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .evaluate import Evaluator
-from .floors import floor_bytes, floor_seconds
+from .floors import fitting_seconds, floor_bytes, floor_seconds
 from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
@@ -38,9 +38,11 @@ _CUT_SECONDS = 20.0  # that the solver may take for one cut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A policy for given placements. `floor_seconds`: no cut is faster."""
+    """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
+    again, is faster than `fitting_seconds`."""
 
     floor_seconds: float
+    fitting_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
     zero: Zero
@@ -115,11 +117,13 @@ class Pricer:
         room = max(self.devices.of(mesh).hbm_bytes)
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
-        crowded: list[tuple[float, Way]] = []
+        crowded: list[Way] = []
         best = known_seconds
-        for way in sorted(self._ways(mesh, placements, known_seconds), key=lambda way: way.floor_seconds):
-            if way.floor_seconds >= best:
-                break
+        for way in sorted(self.ways(mesh, placements, known_seconds), key=lambda way: way.fitting_seconds):
+            if way.fitting_seconds >= best:
+                if way.floor_seconds < best:
+                    crowded.append(way)
+                continue
             if way.arrangement in roomy:
                 continue
             least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
@@ -131,29 +135,44 @@ class Pricer:
                 roomy.add(way.arrangement)
                 best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
             else:
-                crowded.append((least, way))
+                crowded.append(way)
         if not found:
             # The leanest shows what is missing.
-            for _, way in sorted(crowded, key=lambda item: item[0]):
+            for way in sorted(crowded, key=_floor_bytes):
                 candidate = self._candidate(way, inf)
                 if candidate is not None:
                     found.append(candidate)
                     break
-        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for _, way in crowded))
+        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for way in crowded))
 
-    def _ways(self, mesh: Mesh, placements: Placements, known_seconds: float) -> Iterator[Way]:
-        """Every policy but those with so much recomputation that the units alone take `known_seconds`."""
+    def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:
+        """Every policy but those with so much recomputation that the units alone take `known_seconds`.
+
+        Raises:
+            KeyError, ValueError: the placements cannot be lowered on this mesh.
+        """
         pins = self.setting.pins
         shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        for checkpoint in checkpoints_for(self.setting.graph, pins):
+        hbm_bytes = self.devices.of(mesh).hbm_bytes
+        fitting: dict[tuple[object, ...], float] = {}
+        every = checkpoints_for(self.setting.graph, pins)
+        for checkpoint in every:
             if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
                 break
             for zero, replicas in shardings:
+                evaluator = evaluators[replicas]
                 for pipeline in self.pipelines(mesh, zero, checkpoint):
+                    key = (pipeline, zero, replicas)
+                    if key not in fitting:
+                        refuse = get_schedule(pipeline[0]).refuse_policies
+                        policies = [policy for policy in every if not refuse(highest(zero), name_of(policy))]
+                        fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
+                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
                     yield Way(
-                        floor_seconds=floor_seconds(evaluators[replicas], pipeline, zero, checkpoint),
-                        evaluator=evaluators[replicas],
+                        floor_seconds=floor,
+                        fitting_seconds=max(floor, fitting[key]),
+                        evaluator=evaluator,
                         pipeline=pipeline,
                         zero=zero,
                         checkpoint=checkpoint,
@@ -283,3 +302,7 @@ class Pricer:
             ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=_CUT_SECONDS)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def _floor_bytes(way: Way) -> float:
+    return floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
