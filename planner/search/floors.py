@@ -52,9 +52,7 @@ def fitting_seconds(
     return _step_seconds(evaluator, pipeline, zero, evaluator.costs.whole(zero, policies[-1]), busy)
 
 
-def _step_seconds(
-    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float
-) -> float:
+def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float) -> float:
     """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once."""
     mesh, prices = evaluator.mesh, evaluator.prices
     after = whole.step_seconds

@@ -48,9 +48,7 @@ def least_recomputed(
     found = 0.0
     for _ in range(_ROUNDS):
         weights = [1 / max(1.0, held + kept * sum(in_flight[s] for s in mine) / len(mine)) for mine in by_rank]
-        stages = {
-            (weight, weight * in_flight[s]) for weight, mine in zip(weights, by_rank, strict=True) for s in mine
-        }
+        stages = {(weight, weight * in_flight[s]) for weight, mine in zip(weights, by_rank, strict=True) for s in mine}
         room = sum(weight * size for weight, size in zip(weights, room_bytes, strict=True))
         seconds, kept = _knapsack(units, _hull(stages), room)
         found = max(found, seconds)
@@ -59,9 +57,7 @@ def least_recomputed(
     return found
 
 
-def _knapsack(
-    units: Mapping[Recomputed, int], stages: Sequence[_Point], room: float
-) -> tuple[float, float]:
+def _knapsack(units: Mapping[Recomputed, int], stages: Sequence[_Point], room: float) -> tuple[float, float]:
     """The fewest seconds with weighted bytes within `room`, and the bytes that are then kept of a microbatch."""
     seconds = kept = 0.0
     missing = -room

@@ -53,6 +53,11 @@ class Way:
         """All but the checkpointing."""
         return self.pipeline, self.zero, self.evaluator.mesh.replicas
 
+    @property
+    def floor_bytes(self) -> float:
+        """No cut leaves every rank with less."""
+        return floor_bytes(self.evaluator, self.pipeline, self.zero, self.checkpoint)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
@@ -114,20 +119,22 @@ class Pricer:
         Raises:
             KeyError, ValueError: the placements cannot be lowered on this mesh.
         """
+        return self.priced_ways(mesh, tuple(self.ways(mesh, placements, known_seconds)), known_seconds)
+
+    def priced_ways(self, mesh: Mesh, ways: Sequence[Way], known_seconds: float = inf) -> Priced:
+        """What of `ways` on a mesh may beat `known_seconds`."""
         room = max(self.devices.of(mesh).hbm_bytes)
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
         crowded: list[Way] = []
         best = known_seconds
-        for way in sorted(self.ways(mesh, placements, known_seconds), key=lambda way: way.fitting_seconds):
+        for way in sorted(ways, key=lambda way: way.fitting_seconds):
             if way.fitting_seconds >= best:
-                if way.floor_seconds < best:
-                    crowded.append(way)
+                crowded.append(way)
                 continue
             if way.arrangement in roomy:
                 continue
-            least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
-            candidate = self._candidate(way, best) if least <= room else None
+            candidate = self._candidate(way, best) if way.floor_bytes <= room else None
             candidate = self._recomputed(way, candidate, best, room) or candidate
             if candidate is not None:
                 found.append(candidate)
@@ -138,7 +145,7 @@ class Pricer:
                 crowded.append(way)
         if not found:
             # The leanest shows what is missing.
-            for way in sorted(crowded, key=_floor_bytes):
+            for way in sorted(crowded, key=lambda way: way.floor_bytes):
                 candidate = self._candidate(way, inf)
                 if candidate is not None:
                     found.append(candidate)
@@ -146,7 +153,7 @@ class Pricer:
         return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for way in crowded))
 
     def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:
-        """Every policy but those with so much recomputation that the units alone take `known_seconds`.
+        """Every policy that may beat `known_seconds`, were there memory enough.
 
         Raises:
             KeyError, ValueError: the placements cannot be lowered on this mesh.
@@ -163,12 +170,14 @@ class Pricer:
             for zero, replicas in shardings:
                 evaluator = evaluators[replicas]
                 for pipeline in self.pipelines(mesh, zero, checkpoint):
+                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
+                    if floor >= known_seconds:
+                        continue
                     key = (pipeline, zero, replicas)
                     if key not in fitting:
                         refuse = get_schedule(pipeline[0]).refuse_policies
-                        policies = [policy for policy in every if not refuse(highest(zero), name_of(policy))]
+                        policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
                         fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
-                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
                     yield Way(
                         floor_seconds=floor,
                         fitting_seconds=max(floor, fitting[key]),
@@ -302,7 +311,3 @@ class Pricer:
             ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=_CUT_SECONDS)
         bounds = (0, *(end + 1 for end in ends), last)
         return tuple(zip(bounds, bounds[1:], strict=False))
-
-
-def _floor_bytes(way: Way) -> float:
-    return floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)

@@ -122,7 +122,9 @@ class StageCosts:
     _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float]]] = field(
         default_factory=dict, init=False
     )
-    _recomputed: dict[tuple[int, tuple[Checkpointing, ...]], Counter[Recomputed]] = field(default_factory=dict, init=False)
+    _recomputed: dict[tuple[int, tuple[Checkpointing, ...]], Counter[Recomputed]] = field(
+        default_factory=dict, init=False
+    )
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
     @property
