@@ -21,7 +21,7 @@ from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
 from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .evaluate import Evaluator
-from .floors import fitting_seconds, floor_bytes, floor_seconds
+from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
 from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
@@ -134,8 +134,15 @@ class Pricer:
                 continue
             if way.arrangement in roomy:
                 continue
-            candidate = self._candidate(way, best) if way.floor_bytes <= room else None
-            candidate = self._recomputed(way, candidate, best, room) or candidate
+            may_fit = way.floor_bytes <= room
+            if not may_fit and way.checkpoint != "none":
+                crowded.append(way)
+                continue
+            stages = self._cut(way.evaluator, way.pipeline, way.zero, way.checkpoint)
+            if cut_seconds(way.evaluator, stages, way.pipeline[0], way.checkpoint) >= best:
+                continue
+            candidate = self._candidate(way, stages, best) if may_fit else None
+            candidate = self._recomputed(way, stages, candidate, best, room) or candidate
             if candidate is not None:
                 found.append(candidate)
             if candidate is not None and candidate.fits:
@@ -143,10 +150,10 @@ class Pricer:
                 best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
             else:
                 crowded.append(way)
-        if not found:
+        if not found and known_seconds == inf:
             # The leanest shows what is missing.
             for way in sorted(crowded, key=lambda way: way.floor_bytes):
-                candidate = self._candidate(way, inf)
+                candidate = self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint)
                 if candidate is not None:
                     found.append(candidate)
                     break
@@ -187,7 +194,9 @@ class Pricer:
                         checkpoint=checkpoint,
                     )
 
-    def _recomputed(self, way: Way, candidate: Candidate | None, best: float, room_bytes: int) -> Candidate | None:
+    def _recomputed(
+        self, way: Way, stages: Stages, candidate: Candidate | None, best: float, room_bytes: int
+    ) -> Candidate | None:
         """With as few blocks run again as fit, where `candidate` does not fit without any, or fits with all of them."""
         is_lean = way.checkpoint != "none"
         fits = candidate is not None and candidate.fits
@@ -198,7 +207,6 @@ class Pricer:
             return None
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None
-        stages = candidate.stages if candidate else self._cut(evaluator, way.pipeline, zero, way.checkpoint)
         hbm_bytes = self.devices.of(evaluator.mesh).hbm_bytes
         recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
         missing = [0] * len(hbm_bytes)
@@ -213,8 +221,11 @@ class Pricer:
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
         return None
 
-    def _candidate(self, way: Way, known_seconds: float) -> Candidate | None:
-        return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)
+    def _candidate(self, way: Way, stages: Stages, known_seconds: float) -> Candidate | None:
+        """None where the schedule would lose gradients."""
+        if loses_weights(way.evaluator.program, way.pipeline[0], stages):
+            return None
+        return self._costed(way.evaluator, stages, way.pipeline[0], way.zero, way.checkpoint, known_seconds)
 
     def candidate(
         self,

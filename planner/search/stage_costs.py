@@ -84,10 +84,11 @@ class PricedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAmounts:
-    """By unit, without the prelude: seconds of both directions, and bytes kept of one microbatch; the most bytes that
-    one works with."""
+    """By unit, without the prelude: seconds of both directions and of the forward, and bytes kept of one microbatch;
+    the most bytes that one works with."""
 
     seconds: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     working_bytes: int
 
@@ -267,6 +268,7 @@ class StageCosts:
             units = [self.units.unit(index, recompute=recompute) for index in range(1, last)]
             known[key] = UnitAmounts(
                 seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+                forward_seconds=tuple(unit.forward.total for unit in units),
                 kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
                 working_bytes=max(unit.working_bytes for unit in units),
             )

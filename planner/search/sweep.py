@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf, log10
 from typing import NamedTuple
 
@@ -49,7 +49,8 @@ _MEMORY_PRICES = (0.1, 1.0, 10.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
-_FIRST_TRIES = 2  # of each kind of mesh, until something fits
+_FIRST_TRIES = 2  # of each kind of mesh, while steps may get much faster still
+_FAR = 0.8
 _NUM_RUNNERS = 8  # that are simulated though they lose
 
 
@@ -236,6 +237,7 @@ class _Sweep:
                 inner = tuple(mesh.sizes[name] for name in SPLIT_AXES[1:])
                 alike.setdefault((*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches), []).append(mesh)
         entries: list[_Entry] = []
+        queue: list[tuple[bool, float, int, tuple[Way, ...]]] = []
         slow: list[tuple[int, ...]] = []
         for kind in sorted(alike):
             # What is slow already gets no faster where it is split further.
@@ -245,16 +247,18 @@ class _Sweep:
             if min((entry.least_seconds for entry in new), default=inf) >= self.best_seconds:
                 slow.append(kind)
                 continue
-            entries.extend(new)
-            if self.best_seconds == inf:
-                for entry in new[:: max(1, len(new) // _FIRST_TRIES)]:
-                    self._try(entry, self._ways(entry))
+            for position, entry in enumerate(new):
+                is_lean, seconds = entry.labelling in self.placer.lean, max(entry.least_seconds, bounds[entry.mesh])
+                ways: tuple[Way, ...] = ()
+                if position % max(1, len(new) // _FIRST_TRIES) == 0 and seconds < self.best_seconds:
+                    ways = self._ways(entry)
+                    seconds = min((way.fitting_seconds for way in ways), default=inf)
+                    if ways and seconds < _FAR * self.best_seconds or self.best_seconds == inf:
+                        self._try(entry, ways)
+                        continue
+                heappush(queue, (is_lean, seconds, len(entries), ways))
+                entries.append(entry)
         # Labellings that spare memory come last: they are for meshes on which the quickest does not fit.
-        queue: list[tuple[bool, float, int, tuple[Way, ...]]] = [
-            (entry.labelling in self.placer.lean, max(entry.least_seconds, bounds[entry.mesh]), position, ())
-            for position, entry in enumerate(entries)
-        ]
-        heapify(queue)
         while queue and not self._is_late():
             is_lean, least, position, ways = heappop(queue)
             if least >= self.best_seconds:
@@ -299,6 +303,7 @@ class _Sweep:
         mesh = entry.mesh
         every = self.pricer.priced_ways(mesh, ways, self.best_seconds)
         if not every.candidates:
+            self.leanest.setdefault(mesh, min(int(way.floor_bytes) for way in ways))
             return
         priced = every.best
         leanest = min(candidate.cost.memory_bytes for candidate in every.candidates)

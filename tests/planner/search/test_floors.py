@@ -74,7 +74,7 @@ def test_every_cut_is_slower_and_fuller(seed):
 
 @pytest.mark.parametrize(("pp", "dp", "microbatches"), [(1, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 4)])
 def test_what_fits_is_slower_whatever_runs_again(pp, dp, microbatches):
-    graph = residual_mlp(batch=4096, width=256, hidden=1024, depth=3)
+    graph = residual_mlp(batch=8192, width=256, hidden=1024, depth=3)
     units, tight = len(graph.units), 0
     mixes = list(
         product(*(POLICIES if graph.templates[unit.template].is_module else ("none",) for unit in graph.units))
@@ -98,6 +98,6 @@ def test_what_fits_is_slower_whatever_runs_again(pp, dp, microbatches):
             for room in rooms[:: max(1, len(rooms) // 8)]:
                 least = fitting_seconds(priced, pipeline, zero, POLICIES, [room] * pp)
                 assert least <= min(cost.step_seconds for cost in costs if cost.memory_bytes <= room)
-                tight += least > 1.01 * plain
+                tight += least > plain
             assert fitting_seconds(priced, pipeline, zero, POLICIES, [rooms[0] / 2] * pp) == inf
     assert tight
