@@ -40,9 +40,6 @@ _MISALIGNED_FRACTION = 0.76
 # Fused attention backward recomputes the scores: 5 products instead of 2, on twice the tensors.
 _BACKWARD_KEYS_FACTOR = 2 / 2.5
 
-# What the first generation of fused attention reaches of the second. Source: published runs of both on A100.
-_FLASH_1_FRACTION = 0.8
-
 # dtype of a graph -> (rate name, bytes of an item). Integer products run on the float32 units.
 _RATES: dict[str, tuple[str, int]] = {
     "float64": ("float64", 8), "float32": ("float32", 4), "bfloat16": ("bfloat16", 2), "float16": ("float16", 2),
@@ -135,7 +132,7 @@ def attention_seconds(
         * (curve.backward_fraction if is_backward else 1.0)
     )
     if stack.attention == "flash 1":
-        rate *= _FLASH_1_FRACTION
+        rate *= curve.first_generation_fraction
     keys = 2 * item_bytes * flops / max(num_bytes, 1) * (_BACKWARD_KEYS_FACTOR if is_backward else 1.0)
     return flops * (1 + curve.short_keys / keys) / rate
 

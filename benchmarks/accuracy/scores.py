@@ -121,14 +121,14 @@ def _score(results: Sequence[Result]) -> FamilyScore:
 
 
 def _sweeps(results: Sequence[Result]) -> list[list[Result]]:
-    """Runs of one model, batch and cluster in several configurations."""
+    """Runs of one model by one software on one cluster, of one batch, in several configurations."""
     groups: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
         row = result.row
         if result.error_percent is None:
             continue
         sizes = (row.layers, row.hidden, row.ffn, row.heads, row.vocab, row.seq_len)
-        key = (*sizes, row.gpu, row.gpus, row.global_batch, row.precision, row.float8)
+        key = (row.model, *sizes, row.gpu, row.gpus, row.global_batch, row.precision, row.float8)
         groups.setdefault(key, []).append(result)
     return [group for group in groups.values() if len({_configuration(r.row) for r in group}) >= _SMALLEST_SWEEP]
 

@@ -30,7 +30,7 @@ _KEPT_RESULTS, _KEPT_BYTES = 16, 256 << 20
 _LARGEST_SLOW_SHAPE = 1 << 24  # multiply-adds; dtypes without units of their own are slow
 _STREAM_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))
 _ATTENTION_KEYS = (64, 256, 1024)
-_CUDA_ATTENTION_KEYS, _CUDA_ATTENTION_ROWS = (256, 1024, 4096), 1 << 19  # enough rows to hide the launch
+_CUDA_ATTENTION_KEYS, _CUDA_ATTENTION_ROWS = (256, 1024, 4096), 1 << 18  # enough rows to hide the launch
 _SUSTAINED_SECONDS = 1.0
 
 

@@ -23,6 +23,9 @@ _LARGEST_GIB = 1e6  # of one device
 # Rates a file may give. "tf32" is what float32 products use where the stack allows it.
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 
+# Where a file does not say. Source: published runs of both generations on H100 and H200.
+FIRST_GENERATION_FRACTION = 0.8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmCurve:
@@ -48,12 +51,13 @@ class GemmCurve:
 class AttentionCurve:
     """Fused attention: `peak_fraction / (1 + short_keys / keys)` of the matrix peak forward.
 
-    Backward runs at `backward_fraction` of that rate.
+    Backward runs at `backward_fraction` of that rate, kernels of the first generation at `first_generation_fraction`.
     """
 
     peak_fraction: float
     short_keys: float
     backward_fraction: float
+    first_generation_fraction: float = FIRST_GENERATION_FRACTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,7 +147,7 @@ def parse_gpu(name: str, table: Table) -> Gpu:
     peaks, gemm, attention = table.table("peak_tflops"), table.table("gemm"), table.table("attention")
     peaks.check_keys(RATE_NAMES)
     gemm.check_keys(("rate_fraction", "start_microseconds", "k_overhead", "tile_penalty", "m_overhead", "n_overhead"))
-    attention.check_keys(("peak_fraction", "short_keys", "backward_fraction"))
+    attention.check_keys(("peak_fraction", "short_keys", "backward_fraction", "first_generation_fraction"))
     for required in ("float64", "float32"):
         if not peaks.has(required):
             raise peaks.fail(required, "is missing")
@@ -178,6 +182,11 @@ def parse_gpu(name: str, table: Table) -> Gpu:
             peak_fraction=attention.number("peak_fraction", high=1.0),
             short_keys=attention.number("short_keys", is_low_ok=True),
             backward_fraction=attention.number("backward_fraction", high=1.5),
+            first_generation_fraction=(
+                attention.number("first_generation_fraction", high=1.0)
+                if attention.has("first_generation_fraction")
+                else FIRST_GENERATION_FRACTION
+            ),
         ),
         launch_seconds=table.number("launch_microseconds", is_low_ok=True) * MICROSECOND,
         kernel_seconds=kernel_seconds,

@@ -38,8 +38,9 @@ _SCORE_BYTES = {"materialised": (11, 19), "materialised, fused dropout": (7, 9)}
 # reads logits of 16 bits itself, in several passes, takes as long as that. Source: published steps of models of which
 # the head is a third, within 2%.
 _LOGIT_BYTES = {"stepwise": (26, 16), "fused": (14, 12), "fused, no copy": (14, 12)}
-# Bytes per element of a norm in float32 steps: cast, square, mean, scale, cast, weight. Source: counted by hand.
-_NORM_BYTES = (36, 60)
+# Bytes per element of a norm in float32 steps: cast, square, mean, scale, cast, weight; and of their gradients as
+# autograd makes them one by one, the square's being three kernels. Source: counted by hand.
+_NORM_BYTES = (36, 92)
 _ATTENTION_BACKWARD_PRODUCTS = 2
 # Bytes per element of an operand that is cast to 8 bits: read in 16, written as it is and transposed. Its maximum is
 # found where it is made. Source: cast-and-transpose kernels of github.com/NVIDIA/TransformerEngine, by their shapes.

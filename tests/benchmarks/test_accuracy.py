@@ -213,7 +213,7 @@ def test_unseen_rows_are_expressed_and_none_is_a_development_row() -> None:
     made = [setups.setup_of(each) for each in unseen]
     assert {setup.stack.name for setup in made} >= {"scaling", "scaling-torch", "scaling-flash2rms", "internevo"}
     table = page._unseen(scores.family_scores([result(1.0, 1.07, 1)]))
-    assert any(line.startswith("| scaling, first look | 401 | 9.7") for line in table)
+    assert any(line.startswith("| scaling, first look | 401 | 9.7 |") for line in table)
     assert any(line.startswith("| vtrain-multi | 1 | 7.0") for line in table)
 
 

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from autopar.cost_models.compute import attention_seconds, device_seconds, gemm_seconds, pass_seconds, work_seconds
@@ -140,3 +141,15 @@ def test_the_cost_models_import_no_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pulp')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("name", "fraction"), [("h100-sxm", 0.8), ("a100-80g-sxm", 0.7)])
+def test_a_device_says_how_much_slower_the_first_generation_is(name: str, fraction: float) -> None:
+    gpu = load_gpu(name)
+    second, first = (
+        attention_seconds(
+            10**12, 10**9, gpu, dtype="bfloat16", stack=replace(load_stack("eager"), attention=generation)
+        )
+        for generation in ("flash", "flash 1")
+    )
+    assert second / first == pytest.approx(fraction)
