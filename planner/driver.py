@@ -57,6 +57,7 @@ class PlanRequest:
     time_limit_seconds: float | None = None
     tp_may_split_batch: bool = False
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times as long it takes
+    batch_shares: tuple[int, ...] | None = None  # of each dp rank, in any unit
     exact_capture: bool = False  # capture by torch.export alone
 
 
@@ -142,6 +143,7 @@ def plan_graph(
         zero=request.zero,
         activation_checkpoint=request.activation_checkpoint,
         zero_shard_size=request.zero_shard_size,
+        batch_shares=request.batch_shares,
     )
     pins.check()
     setting = Setting(
@@ -201,6 +203,8 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         zero=highest(best.zero),
         zero_by_block=by_pattern(graph, best.zero),
         zero_shard_size=best.mesh.shards if best.mesh.replicas > 1 else 0,
+        batch_shares=best.mesh.shares,
+        dp_paces=best.cost.paces,
         activation_checkpoint=name_of(best.activation_checkpoint),
         checkpoint_by_block=by_pattern(graph, best.activation_checkpoint),
         stages=tuple(
@@ -285,6 +289,7 @@ def _alternative(candidate: Candidate, note: str) -> Alternative:
     return Alternative(
         mesh=mesh.written,
         microbatches=mesh.microbatches,
+        batch_shares=mesh.shares,
         schedule=candidate.schedule,
         zero=highest(candidate.zero),
         activation_checkpoint=name_of(candidate.activation_checkpoint),

@@ -33,6 +33,8 @@ class ModelSource:
 class StagePlan:
     """Units [first, last) of the model graph on one pipeline stage; the prelude is on every stage that needs it.
 
+    Where dp ranks take different shares of the batch, the times are those of the first, and the memory that of the
+    one with least to spare.
     Where a rank holds several stages, `memory_bytes` is what this one needs of it, without the overhead.
     """
 
@@ -139,6 +141,8 @@ class Plan:
     zero_shard_size: int = field(default=0, metadata={IS_OPTIONAL: True})  # ranks that ZeRO-2 and 3 split over; 0: all
     # The microbatches of each dp rank where they differ; `microbatches` is then their mean. Empty: all take as many.
     batch_shares: tuple[int, ...] = field(default=(), metadata={IS_OPTIONAL: True})
+    # Beside them, by dp rank, of each rank on pp: how many times as long as the fastest device it takes.
+    dp_paces: tuple[tuple[float, ...], ...] = field(default=(), metadata={IS_OPTIONAL: True})
     cluster_overrides: Mapping[str, float] = _optional()  # facts of the cluster that the user gave: hbm_gib ...
     # By rank on pp, of all its stages together: component -> bytes. Empty where every rank holds one stage.
     rank_memory_bytes: tuple[Mapping[str, int], ...] = field(default=(), metadata={IS_OPTIONAL: True})

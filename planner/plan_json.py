@@ -301,6 +301,12 @@ def _check_facts(data: Json, where: str) -> None:
     )
     shares = data.get("batch_shares", ())
     reason = refuse_shares(shares, mesh["dp"], data["microbatches"]) if shares else ""
+    paces = data.get("dp_paces", ())
+    require(
+        not paces or (len(paces) == mesh["dp"] and all(len(each) == mesh["pp"] for each in paces)),
+        f"$.dp_paces is not of dp={mesh['dp']} x pp={mesh['pp']} ranks",
+        "plan again, or leave dp_paces out",
+    )
     require(
         not reason,
         f"$.batch_shares is {_shown(shares)} with {data['microbatches']} microbatches: {reason}",
@@ -325,6 +331,7 @@ def _plan(data: Json) -> Plan:
     known["tensor_shapes"] = {pattern: tuple(shape) for pattern, shape in data["tensor_shapes"].items()}
     known["collectives"] = tuple(CollectivePlan(**entry) for entry in data["collectives"])
     known["batch_shares"] = tuple(data.get("batch_shares", ()))
+    known["dp_paces"] = tuple(tuple(float(pace) for pace in paces) for paces in data.get("dp_paces", ()))
     known["alternatives"] = tuple(
         Alternative(**{**entry, "batch_shares": tuple(entry.get("batch_shares", ()))}) for entry in data["alternatives"]
     )

@@ -37,6 +37,20 @@ def parse_mesh(text: str, *, where: str) -> dict[str, int]:
     return found
 
 
+def parse_shares(text: str, *, where: str) -> tuple[int, ...]:
+    """Read "3,1": the first dp rank takes three times as much of the batch as the second.
+
+    Raises:
+        AutoparError: something else than whole numbers of at least 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not (part.isascii() and part.isdigit()) or int(part) < 1:
+            fix = "write --batch-shares 3,1: a whole number of at least 1 for each dp rank"
+            raise AutoparError(f"{part!r} is no share", where=where, fix=fix)
+    return tuple(map(int, parts))
+
+
 def request_of(plan: Plan) -> PlanRequest:
     """The request that a plan answers, with what the user pinned.
 
@@ -55,6 +69,7 @@ def request_of(plan: Plan) -> PlanRequest:
     schedule, checkpoint = pins.pop("schedule", None), pins.pop("activation-checkpoint", None)
     may_split_batch = pins.pop("tp-may-split-batch", "false") == "true"
     slow = pins.pop("slow", "")
+    shares = parse_shares(pins.pop("batch-shares"), where=where) if "batch-shares" in pins else None
     if pins:
         unknown = ", ".join(sorted(pins))
         raise AutoparError(f"unknown pin {unknown}", where=where, fix="plan again with this autopar")
@@ -79,6 +94,7 @@ def request_of(plan: Plan) -> PlanRequest:
         exact=plan.solver.exact,
         tp_may_split_batch=may_split_batch,
         slow_ranks=parse_slow(slow.split(",") if slow else (), plan.gpus),
+        batch_shares=shares,
     )
 
 

@@ -16,7 +16,7 @@ from ...planner.diff_tables import diff_tables, headline
 from ...planner.errors import AutoparError, CheckFailed
 from ...planner.plan import Plan
 from ...planner.plan_json import plan_to_json, read_plan, relative_to, rounded
-from ...planner.replay import parse_mesh
+from ...planner.replay import parse_mesh, parse_shares
 from ...planner.timeline import parse_slow
 from ...planner.zero import pin_of
 from ..console import Progress, print_note, print_result, print_table, progress
@@ -79,6 +79,10 @@ def plan(
     ] = None,
     mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix the sizes of these axes.")] = None,
     microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
+    batch_shares: Annotated[
+        str | None,
+        typer.Option(metavar="3,1", help="Fix what part of the batch each dp rank takes: here three quarters and one."),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -143,6 +147,7 @@ def plan(
     input_texts = parse_assignments(inputs or (), option="--input")
     pinned_mesh = parse_mesh(mesh, where=f"--mesh {mesh}") if mesh is not None else {}
     slow_ranks = parse_slow(slow or (), gpus)
+    shares = parse_shares(batch_shares, where=f"--batch-shares {batch_shares}") if batch_shares is not None else None
     from ...planner.driver import PlanRequest  # with torch, so after the options are known to be right
 
     request = PlanRequest(
@@ -171,6 +176,7 @@ def plan(
         activation_checkpoint=activation_checkpoint,
         tp_may_split_batch=may_split_batch,
         slow_ranks=slow_ranks,
+        batch_shares=shares,
         exact=is_exact,
         exact_capture=is_exact_capture,
         time_limit_seconds=time_limit_seconds,

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from ...planner.driver import PlanRequest
 
 AXIS_LIMIT = 2
+_UNEVEN = (4, 2)  # microbatches of dp ranks that take different numbers
 
 
 def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) -> PlanRequest:
-    """Same model, schedule, ZeRO stage, checkpointing and samples a microbatch; axes and microbatches at most 2.
+    """Same model, schedule, ZeRO stage, checkpointing and samples a microbatch; axes and microbatches at most 2, or
+    twice as many microbatches on every other dp rank where these take different numbers.
 
     What differs by block is for `with_policies` to say, once the blocks are known. `arguments` replace
     build arguments of the model, to make it smaller.
@@ -30,6 +32,11 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
     if plan.zero_shard_size:
         mesh["dp"] = AXIS_LIMIT * AXIS_LIMIT  # both parts of dp
     microbatches = min(plan.microbatches, AXIS_LIMIT)
+    shares = (1,) * mesh["dp"] if mesh["dp"] > 1 else None
+    if plan.batch_shares:
+        # A pipeline of two ranks may ask for a multiple of two.
+        shares = tuple(_UNEVEN[rank % AXIS_LIMIT] for rank in range(mesh["dp"]))
+        microbatches = sum(shares) // len(shares)
     microbatch_size = plan.batch_size // (plan.mesh["dp"] * plan.microbatches)
     request = request_of(plan)
     return replace(
@@ -39,6 +46,8 @@ def shrunk_request(plan: Plan, arguments: Mapping[str, object] | None = None) ->
         mesh=mesh,
         batch_size=microbatch_size * mesh["dp"] * microbatches,
         microbatch_size=microbatch_size,
+        batch_shares=shares,
+        slow_ranks={},
         schedule=plan.schedule,
         zero=None if plan.zero_by_block else plan.zero,
         zero_shard_size=AXIS_LIMIT * mesh.get("cp", 1) if plan.zero_shard_size else None,

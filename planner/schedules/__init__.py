@@ -1,5 +1,17 @@
 """Pipeline schedules: one file each, found by walking this folder."""
 
-from .registry import Schedule, action_table, get_schedule, in_flight, kept_at_once, schedule_names, stages_by_rank
+from .registry import (
+    Schedule,
+    action_table,
+    get_schedule,
+    in_flight,
+    kept_at_once,
+    possible_counts,
+    schedule_names,
+    stages_by_rank,
+)
 
-__all__ = ["Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "schedule_names", "stages_by_rank"]
+__all__ = [
+    "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "possible_counts", "schedule_names",
+    "stages_by_rank",
+]  # fmt: skip

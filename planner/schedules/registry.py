@@ -131,6 +131,14 @@ def stages_by_rank(name: str, ranks: int, num_stages: int) -> tuple[tuple[int, .
     return tuple(map(tuple, found))
 
 
+@cache
+def possible_counts(name: str, ranks: int, stages_per_rank: int = 1) -> tuple[int, int] | None:
+    """(least, step) of the numbers of microbatches that a schedule runs; None where there are no two of them."""
+    refuse = get_schedule(name).refuse
+    found = [count for count in range(1, 2 * ranks + 2) if not refuse(ranks, stages_per_rank, count)]
+    return (found[0], found[1] - found[0]) if len(found) > 1 else None
+
+
 def kept_at_once(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -186,6 +194,6 @@ def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 
 
 __all__ = [
-    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once",
+    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "possible_counts",
     "schedule_names", "stages_by_rank",
 ]  # fmt: skip

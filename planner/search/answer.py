@@ -53,8 +53,8 @@ class Candidate:
 
     @property
     def outer(self) -> Mesh:
-        """The mesh as the outer loop has it, without the groups that ZeRO does not split over."""
-        return replace(self.mesh, replicas=1)
+        """The mesh as the outer loop has it, without the groups that ZeRO does not split over and uneven shares."""
+        return replace(self.mesh, replicas=1, shares=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ def rank(candidate: Candidate) -> tuple[float, int, int, int, int]:
 def best_of_other_meshes(found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
     by_sizes: dict[Mesh, Candidate] = {}
     for candidate in found:
-        sizes = replace(candidate.mesh, microbatches=1, replicas=1)
-        if sizes == replace(chosen.mesh, microbatches=1):
+        sizes = replace(candidate.outer, microbatches=1)
+        if sizes == replace(chosen.mesh, microbatches=1, shares=()):
             continue
         old = by_sizes.get(sizes)
         if old is None or (not candidate.fits, rank(candidate)) < (not old.fits, rank(old)):

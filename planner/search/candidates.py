@@ -21,8 +21,10 @@ from ..capture.graph import Kind, ModelGraph
 from ..checkpointing import MIXED, POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import AXES, Axis, Mesh, splits_states
+from ..sharding.shares import why_even_under
 from ..zero import FREED, ZERO_STAGES, Zero, check_zero, highest, parse_zero, stages_by_unit
 from .batch import BatchSplit, splits_evenly
+from .batch_shares import pinned_shares
 from .host_seconds import holds_dtensors
 from .prices import local_work
 from .problem import Rules, Space, operation_options, reads_matrix
@@ -42,6 +44,7 @@ class Pins:
     zero: int | str | None = None  # of all blocks, or "h.{0..3}=2,*=3"
     activation_checkpoint: str | None = None  # of all blocks, or "h.{0..2}=full,h.3=selective"
     zero_shard_size: int | None = None  # ranks (of dp, all of cp) that ZeRO-2 and ZeRO-3 split over
+    batch_shares: tuple[int, ...] | None = None  # of each dp rank, in any unit
 
     def check(self) -> None:
         """Refuse values that no plan can have.
@@ -79,6 +82,30 @@ class Pins:
                 fix="only ZeRO-2 and ZeRO-3 split over a part of the ranks: pin --zero 2 or 3, or neither",
             )
 
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        if self.batch_shares is None:
+            return
+        dp, shares = self.mesh.get("dp", len(self.batch_shares)), written_shares(self.batch_shares)
+        if min(self.batch_shares, default=0) < 1 or len(self.batch_shares) < 2:
+            fix = "give each dp rank a whole number of at least 1, as in 3,1"
+            raise AutoparError(f"batch-shares={shares} are no shares of two or more dp ranks", fix=fix)
+        if dp != len(self.batch_shares):
+            raise AutoparError(
+                f"batch-shares={shares} names {len(self.batch_shares)} dp ranks, and dp={dp}",
+                fix=f"give {dp} shares, or leave one of the two out",
+            )
+        zero = FREED if isinstance(self.zero, str) else self.zero or 0
+        if self.is_uneven and (reason := why_even_under(zero, self.stages_per_rank or 1)):
+            pins = f"zero={self.zero}" + (f" with stages-per-rank={self.stages_per_rank}" if zero < FREED else "")
+            raise AutoparError(f"batch-shares={shares} and {pins} clash: {reason}", fix="let one of them free")
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether dp ranks are to take different shares of the batch."""
+        return len({*(self.batch_shares or ())}) > 1
+
     def described(self) -> dict[str, str]:
         found = {}
         if self.mesh:
@@ -88,7 +115,14 @@ class Pins:
             value = getattr(self, name)
             if value is not None:
                 found[name.replace("_", "-")] = str(value)
+        if self.batch_shares is not None:
+            found["batch-shares"] = written_shares(self.batch_shares)
         return found
+
+
+def written_shares(shares: Sequence[int]) -> str:
+    """As an option has them."""
+    return ",".join(map(str, shares))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +233,8 @@ def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> t
     reasons: dict[str, None] = {}
     found: list[Mesh] = []
     may_split_context = cache(partial(splits_context, space, batch))
-    for sizes in _axis_sizes(gpus, pins.mesh, space.experts.counts):
+    pinned = {**({"dp": len(pins.batch_shares)} if pins.batch_shares else {}), **pins.mesh}
+    for sizes in _axis_sizes(gpus, pinned, space.experts.counts):
         is_offered = "cp" not in pins.mesh and sizes["cp"] > 1
         if is_offered and (_dp_takes_over(graph, sizes) or not may_split_context(sizes["cp"])):
             continue
@@ -291,7 +326,15 @@ def _microbatch_counts(space: Space, batch: BatchSplit, sizes: Mapping[str, int]
     reason = ""
     for count in wanted:
         mesh = Mesh(**sizes, microbatches=count, shares=())
-        if count > 1 and not batch.allows_microbatches:
+        shares = pinned_shares(pins.batch_shares, sizes["dp"] * count) if pins.batch_shares else None
+        if pins.is_uneven and batch.obstacle:
+            reason = f"batch-shares={written_shares(pins.batch_shares or ())} need microbatches: {batch.obstacle}"
+        elif pins.batch_shares and shares is None:
+            reason = (
+                f"batch-shares={written_shares(pins.batch_shares)} do not deal out {sizes['dp'] * count} microbatches "
+                f"of {share // count} samples"
+            )
+        elif count > 1 and not batch.allows_microbatches:
             reason = f"{count} microbatches: {batch.obstacle}"
         elif count > 1 and not _splits_evenly(space, batch, sizes["dp"] * count):
             reason = f"{count} microbatches do not divide every tensor"
@@ -315,6 +358,8 @@ def pipelines_for(
 ) -> list[Pipeline]:
     """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
+    pinned = pinned_shares(pins.batch_shares, mesh.dp * mesh.microbatches) if pins.batch_shares else None
+    counts = {*(pinned or (mesh.microbatches,))}
     for name in schedule_names() if pins.schedule is None else (pins.schedule,):
         schedule = get_schedule(name)
         if pins.schedule is None and mesh.microbatches < schedule.searched_from:
@@ -322,7 +367,9 @@ def pipelines_for(
         if schedule.refuse_policies(highest(zero), name_of(checkpoint)):
             continue
         for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
-            if stages * mesh.pp <= pieces and not schedule.refuse(mesh.pp, stages, mesh.microbatches):
+            if stages * mesh.pp > pieces or any(schedule.refuse(mesh.pp, stages, count) for count in counts):
+                continue
+            if not (pins.is_uneven and why_even_under(highest(zero), stages)):
                 found.append((name, stages))
 
     def kept(pipeline: Pipeline) -> tuple[int, float, str]:
@@ -394,7 +441,8 @@ def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     """ZeRO stages; 3 where blocks have pinned ones of 2 and 3."""
     if pins.zero is not None:
         return (FREED if isinstance(pins.zero, str) else pins.zero,)
-    return ZERO_STAGES if mesh.state_ranks > 1 else (0,)
+    every = ZERO_STAGES if mesh.state_ranks > 1 else (0,)
+    return tuple(zero for zero in every if not (pins.is_uneven and why_even_under(zero, 1)))
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from ...cost_models.errors import AutoparError
 from ..sharding.mesh import AXES, Mesh
 from .batch import BatchSplit
-from .candidates import Pins, possible_meshes
+from .candidates import Pins, possible_meshes, written_shares
 from .problem import Space
 
-_FIELDS = ("zero", "zero_shard_size", "schedule", "stages_per_rank", "microbatch_size")
+_FIELDS = ("zero", "zero_shard_size", "schedule", "stages_per_rank", "microbatch_size", "batch_shares")
 _MOST_SIZES = 8
 
 
@@ -107,7 +107,9 @@ def _without(pins: Pins, name: str) -> Pins:
 
 
 def _written(pins: Pins, name: str) -> str:
-    return f"{name.replace('_', '-')}={_value(pins, name)}"
+    value = _value(pins, name)
+    text = written_shares(value) if isinstance(value, tuple) else str(value)
+    return f"{name.replace('_', '-')}={text}"
 
 
 def _option(name: str) -> str:

@@ -7,7 +7,7 @@ simulated. Stages are priced by `stage_costs.py`; ranks with equal stages are wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -15,12 +15,15 @@ from math import inf
 from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, schedule_seconds
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
-from ..schedules import Schedule, action_table, get_schedule, kept_at_once, stages_by_rank
+from ..schedules import Schedule, action_table, get_schedule, kept_at_once, possible_counts, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
+from ..sharding.shares import why_even, why_even_under
 from ..zero import Zero, highest
+from .dp_ranks import Course, DpRanks, PipelineRank, with_memory
 from .pipeline_buffers import buffered, microbatches_kept
 from .prices import Prices, edge_of, slowest_of_nodes
+from .rank_speeds import RankSpeeds
 from .stage_costs import PricedStage, StageCost, StageCosts
 from .unit_costs import Seconds, UnitCost
 from .unit_kinds import UnitKinds
@@ -34,8 +37,11 @@ _SETTLED_ROUNDS, _REPEATED_ROUNDS = 8, 4
 class Evaluated:
     """What a candidate costs. `breakdown` is of the busiest rank and sums to `step_seconds`.
 
-    rank_memory: bytes by component on each pipeline rank, of all its stages together.
+    rank_memory: bytes by component on each pipeline rank, of all its stages together; of dp ranks of different devices
+    that of the one with least to spare, which has `hbm_bytes`.
     is_simulated: False where the pipeline was not run through and the step takes longer than said.
+    shares: of the batch, as in `Mesh`. `stages` then has the times of the first dp rank, and `paces`, by dp rank and
+    pipeline rank, says how much slower than the fastest device each is.
     """
 
     step_seconds: float
@@ -44,22 +50,30 @@ class Evaluated:
     stages: tuple[StageCost, ...]
     rank_memory: tuple[Mapping[str, int], ...]
     is_simulated: bool = True
+    shares: tuple[int, ...] = ()
+    paces: tuple[tuple[float, ...], ...] = ()
+    hbm_bytes: tuple[int, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
         return max(memory["total"] for memory in self.rank_memory)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rank:
-    """The stages of one pipeline rank. `acting_seconds`: of one microbatch, with what the schedule takes of the host;
-    `after_seconds`: once a step."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is priced: stages as unit ranges, and how they are run."""
 
-    stages: tuple[StageCost, ...]
-    memory: Mapping[str, int]
-    busy_seconds: float
-    acting_seconds: float
-    after_seconds: float
+    stages: tuple[tuple[int, int], ...]
+    order: Schedule
+    zero: Zero
+    activation_checkpoint: Checkpointing
+
+    def in_order(self, by_rank: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
+        """Costs by rank in the order of the model."""
+        placed = stages_by_rank(self.order.name, len(by_rank), len(self.stages))
+        pairs = zip(placed, by_rank, strict=True)
+        found = {s: cost for mine, costs in pairs for s, cost in zip(mine, costs, strict=True)}
+        return tuple(found[s] for s in range(len(self.stages)))
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,8 @@ class Evaluator:
     optimizer: str
     precision: str = "fp32"
     slowdown: tuple[float, ...] = ()  # by pipeline rank, over the device that `prices` are of; empty where all are 1
+    dp_ranks: tuple[RankSpeeds, ...] = ()  # of each dp rank, where they differ or `share_ratio` is given
+    share_ratio: tuple[int, ...] = ()  # of the batch, in any unit: what is pinned
 
     @property
     def mesh(self) -> Mesh:
@@ -131,63 +147,102 @@ class Evaluator:
 
         The schedule is not simulated where the step surely takes `known_seconds` or more than `room_bytes` are needed.
         """
-        microbatches, ranks = self.mesh.microbatches, self.mesh.pp
-        order = get_schedule(schedule)
-        of_rank = stages_by_rank(schedule, ranks, len(stages))
-        by_rank = self.ranks(stages, order, zero, activation_checkpoint)
-        after = max(rank.after_seconds for rank in by_rank)
+        work = _Work(tuple(stages), get_schedule(schedule), zero, activation_checkpoint)
         started = self.prices.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
         slower = slowest_of_nodes(self.mesh, self.prices.cluster)
-        # Each rank is busy with all of its actions.
-        timeline = max(microbatches * rank.acting_seconds for rank in by_rank)
-        is_fast = (started + timeline + after) * slower < known_seconds
-        is_simulated = is_fast and max(rank.memory["total"] for rank in by_rank) <= room_bytes
-        placed = {
-            s: cost
-            for rank, mine in zip(by_rank, of_rank, strict=True)
-            for s, cost in zip(mine, rank.stages, strict=True)
-        }
-        costs = tuple(placed[s] for s in range(len(stages)))
-        if is_simulated:
-            timeline = self._timeline_seconds(costs, order)
-        step = started + timeline + after
-        busiest = max(by_rank, key=lambda rank: microbatches * rank.busy_seconds + rank.after_seconds)
+        together = self._ranks(work, self.slowdown, self.mesh.microbatches)  # at the pace of the slowest
+        after = max(rank.after_seconds for rank in together)
+
+        def may_win(seconds: float) -> bool:
+            return (started + seconds + after) * slower < known_seconds
+
+        course = self._course(work, together, may_win, room_bytes)
+        count = course.microbatches
+        step = started + course.seconds + after
+        busiest, ending = max(
+            zip(course.ranks, together, strict=True),
+            key=lambda pair: count * pair[0].busy_seconds + pair[1].after_seconds,
+        )
         both = sum((cost.forward + cost.backward for cost in busiest.stages), Seconds())
-        once = {name: sum(cost.step[name] for cost in busiest.stages) for name in busiest.stages[0].step}
-        breakdown = {"compute": microbatches * both.compute + once["compute"]}
+        once = {name: sum(cost.step[name] for cost in ending.stages) for name in ending.stages[0].step}
+        breakdown = {"compute": count * both.compute + once["compute"]}
         for axis in reversed(SPLIT_AXES):
             if axis in self.mesh.written:
-                breakdown[axis] = microbatches * both.on_axis(axis) + once[axis]
+                breakdown[axis] = count * both.on_axis(axis) + once[axis]
         breakdown["optimizer"] = once["optimizer"]
-        busy = microbatches * both.total
+        busy = count * both.total
         if len(stages) > 1:
-            breakdown["pipeline_host"] = started + max(0.0, microbatches * busiest.acting_seconds - busy)
+            breakdown["pipeline_host"] = started + max(0.0, count * busiest.acting_seconds - busy)
             breakdown["bubble"] = step - sum(breakdown.values())
         else:
             step = sum(breakdown.values())
         return Evaluated(
             step_seconds=step * slower,
-            bubble_fraction=max(0.0, 1 - busy / timeline) if len(stages) > 1 and timeline else 0.0,
+            bubble_fraction=max(0.0, 1 - busy / course.seconds) if len(stages) > 1 and course.seconds else 0.0,
             breakdown={name: seconds * slower for name, seconds in breakdown.items()},
-            stages=costs,
-            rank_memory=tuple(rank.memory for rank in by_rank),
+            stages=work.in_order(with_memory(course.shown, course.tight)),
+            rank_memory=tuple(rank.memory for rank in course.tight),
+            is_simulated=course.is_simulated,
+            shares=course.shares,
+            paces=tuple(speeds.slowdown for speeds in self.dp_ranks) if course.shares else (),
+            hbm_bytes=course.hbm_bytes,
+        )
+
+    def _course(
+        self,
+        work: _Work,
+        together: Sequence[PipelineRank],
+        may_win: Callable[[float], bool],
+        room_bytes: float,
+    ) -> Course:
+        """The microbatches of a step, simulated where what they surely take may win and fits `room_bytes`.
+
+        `together`: the ranks at the pace of the slowest of each stage.
+        """
+        count, ranks = self.mesh.microbatches, self.mesh.pp
+
+        def timeline(ranks: Sequence[PipelineRank], count: int) -> float:
+            return self._timeline_seconds(work.in_order([rank.stages for rank in ranks]), work.order, count)
+
+        per_rank = len(work.stages) // ranks
+        if self.dp_ranks and not (why_even_under(highest(work.zero), per_rank) or self.why_even):
+            own = DpRanks(
+                speeds=self.dp_ranks,
+                microbatches=count,
+                priced=lambda pace, count: self._ranks(work, pace, count),
+                timeline=timeline,
+                counts=possible_counts(work.order.name, ranks, per_rank),
+                ratio=self.share_ratio,
+            )
+            return own.course(may_win)
+        seconds = max(count * rank.acting_seconds for rank in together)  # each rank is busy with all of its actions
+        is_simulated = may_win(seconds) and max(rank.memory["total"] for rank in together) <= room_bytes
+        return Course(
+            ranks=together,
+            microbatches=count,
+            seconds=timeline(together, count) if is_simulated else seconds,
+            shown=together,
+            tight=together,
             is_simulated=is_simulated,
         )
 
-    def ranks(
-        self, stages: Sequence[tuple[int, int]], order: Schedule, zero: Zero, activation_checkpoint: Checkpointing
-    ) -> list[Rank]:
-        """Every pipeline rank; those with equal stages and messages are one object."""
-        ranks, microbatches = self.mesh.pp, self.mesh.microbatches
-        priced = [self.costs.priced(first, last, zero, activation_checkpoint) for first, last in stages]
+    @cached_property
+    def why_even(self) -> str:
+        """Why the placements let no dp rank take more microbatches than another; "" where they do."""
+        return why_even(self.program)
+
+    def _ranks(self, work: _Work, pace: tuple[float, ...], microbatches: int) -> list[PipelineRank]:
+        """Every pipeline rank; those with equal stages and messages are one object. `pace`: as `slowdown`."""
+        ranks, stages, order, zero = self.mesh.pp, work.stages, work.order, work.zero
+        priced = [self.costs.priced(first, last, zero, work.activation_checkpoint) for first, last in stages]
         sends = [self._stage_send_seconds(order, s, stages) for s in range(len(stages))]
         kept = kept_at_once(order.name, ranks, microbatches, len(stages) // ranks)
-        known: dict[object, Rank] = {}
-        found: list[Rank] = []
+        known: dict[object, PipelineRank] = {}
+        found: list[PipelineRank] = []
         stack = self.prices.stack
         priced = [buffered(stage, s, self.program, stack, len(stages)) for s, stage in enumerate(priced)]
         for rank, mine in enumerate(stages_by_rank(order.name, ranks, len(stages))):
-            slowdown = self.slowdown[rank] if self.slowdown else 1.0
+            slowdown = pace[rank] if pace else 1.0
             of_stage = tuple((priced[s], sends[s], s == 0) for s in mine)
             counts = microbatches_kept(kept[rank], mine, stack, len(stages))
             key = (of_stage, slowdown, counts)
@@ -205,7 +260,7 @@ class Evaluator:
         zero: int,
         *,
         is_pipeline: bool,
-    ) -> Rank:
+    ) -> PipelineRank:
         memory = self.costs.memory
         priced = [stage for stage, _, _ in of_stage]
 
@@ -226,7 +281,7 @@ class Evaluator:
                     action_seconds=self._action_seconds(cost, order, is_first=is_first, is_pipeline=is_pipeline),
                 )
             )
-        return Rank(
+        return PipelineRank(
             stages=tuple(costs),
             memory=together,
             busy_seconds=sum(cost.busy_seconds for cost in costs),
@@ -262,7 +317,7 @@ class Evaluator:
             WEIGHT_GRADIENT: longer(weights, host * share),
         }
 
-    def _timeline_seconds(self, costs: Sequence[StageCost], order: Schedule) -> float:
+    def _timeline_seconds(self, costs: Sequence[StageCost], order: Schedule, microbatches: int) -> float:
         ranks = self.mesh.pp
         durations = {
             (s, kind): seconds for s, cost in enumerate(costs) for kind, seconds in cost.action_seconds.items()
@@ -275,7 +330,7 @@ class Evaluator:
                 durations[s, FORWARD] += seconds
                 durations[s + 1, backward] += seconds
             sends = [0.0] * len(sends)
-        return _simulated(order.name, ranks, self.mesh.microbatches, durations, sends)
+        return _simulated(order.name, ranks, microbatches, durations, sends)
 
 
 def _simulated(

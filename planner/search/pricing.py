@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import MIXED, Checkpointing, name_of
+from ..checkpointing import MIXED, Checkpointing
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
 from ..zero import Zero, highest
 from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
-from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
+from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for, written_shares
 from .evaluate import Evaluator
-from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
+from .floors import floor_bytes, floor_seconds
 from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
@@ -38,11 +38,9 @@ _CUT_SECONDS = 20.0  # that the solver may take for one cut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
-    again, is faster than `fitting_seconds`."""
+    """A policy for given placements. `floor_seconds`: no cut is faster."""
 
     floor_seconds: float
-    fitting_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
     zero: Zero
@@ -52,11 +50,6 @@ class Way:
     def arrangement(self) -> tuple[object, ...]:
         """All but the checkpointing."""
         return self.pipeline, self.zero, self.evaluator.mesh.replicas
-
-    @property
-    def floor_bytes(self) -> float:
-        """No cut leaves every rank with less."""
-        return floor_bytes(self.evaluator, self.pipeline, self.zero, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +93,10 @@ class Pricer:
         return self._prices[mesh]
 
     def evaluator(self, mesh: Mesh, placements: Placements) -> Evaluator:
+        """It finds the shares of the batch itself."""
+        mesh = replace(mesh, shares=()) if mesh.shares else mesh
+        ratio = self.setting.pins.batch_shares or ()
+        dp_ranks = self.devices.of_dp_ranks(mesh) if (self.devices.differ or ratio) and mesh.dp > 1 else ()
         return Evaluator(
             graph=self.space.graph,
             master=self.setting.graph,
@@ -108,7 +105,20 @@ class Pricer:
             optimizer=self.setting.optimizer,
             precision=self.setting.precision,
             slowdown=() if (speeds := self.devices.of(mesh)).are_alike else speeds.slowdown,
+            dp_ranks=dp_ranks if ratio or len({*dp_ranks}) > 1 else (),
+            share_ratio=ratio,
         )
+
+    def why_not(self, mesh: Mesh, placements: Placements) -> str:
+        """Why these placements cannot have the shares of the batch that are pinned, "" if they can.
+
+        Raises:
+            KeyError, ValueError: the placements cannot be lowered on this mesh.
+        """
+        pins = self.setting.pins
+        if not pins.is_uneven or not (reason := self.evaluator(mesh, placements).why_even):
+            return ""
+        return f"batch-shares={written_shares(pins.batch_shares or ())} cannot be: {reason}"
 
     def pipelines(self, mesh: Mesh, zero: Zero = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
         return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
@@ -119,84 +129,56 @@ class Pricer:
         Raises:
             KeyError, ValueError: the placements cannot be lowered on this mesh.
         """
-        return self.priced_ways(mesh, tuple(self.ways(mesh, placements, known_seconds)), known_seconds)
-
-    def priced_ways(self, mesh: Mesh, ways: Sequence[Way], known_seconds: float = inf) -> Priced:
-        """What of `ways` on a mesh may beat `known_seconds`."""
+        if self.why_not(mesh, placements):
+            return Priced()
         room = max(self.devices.of(mesh).hbm_bytes)
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
-        crowded: list[Way] = []
+        crowded: list[tuple[float, Way]] = []
         best = known_seconds
-        for way in sorted(ways, key=lambda way: way.fitting_seconds):
-            if way.fitting_seconds >= best:
-                crowded.append(way)
-                continue
+        for way in sorted(self._ways(mesh, placements, known_seconds), key=lambda way: way.floor_seconds):
+            if way.floor_seconds >= best:
+                break
             if way.arrangement in roomy:
                 continue
-            may_fit = way.floor_bytes <= room
-            if not may_fit and way.checkpoint != "none":
-                crowded.append(way)
-                continue
-            stages = self._cut(way.evaluator, way.pipeline, way.zero, way.checkpoint)
-            if cut_seconds(way.evaluator, stages, way.pipeline[0], way.checkpoint) >= best:
-                continue
-            candidate = self._candidate(way, stages, best) if may_fit else None
-            candidate = self._recomputed(way, stages, candidate, best, room) or candidate
+            least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
+            candidate = self._candidate(way, best) if least <= room else None
+            candidate = self._recomputed(way, candidate, best, room) or candidate
             if candidate is not None:
                 found.append(candidate)
             if candidate is not None and candidate.fits:
                 roomy.add(way.arrangement)
                 best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
             else:
-                crowded.append(way)
-        if not found and known_seconds == inf:
+                crowded.append((least, way))
+        if not found:
             # The leanest shows what is missing.
-            for way in sorted(crowded, key=lambda way: way.floor_bytes):
-                candidate = self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint)
+            for _, way in sorted(crowded, key=lambda item: item[0]):
+                candidate = self._candidate(way, inf)
                 if candidate is not None:
                     found.append(candidate)
                     break
-        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for way in crowded))
+        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for _, way in crowded))
 
-    def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:
-        """Every policy that may beat `known_seconds`, were there memory enough.
-
-        Raises:
-            KeyError, ValueError: the placements cannot be lowered on this mesh.
-        """
+    def _ways(self, mesh: Mesh, placements: Placements, known_seconds: float) -> Iterator[Way]:
+        """Every policy but those with so much recomputation that the units alone take `known_seconds`."""
         pins = self.setting.pins
         shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        hbm_bytes = self.devices.of(mesh).hbm_bytes
-        fitting: dict[tuple[object, ...], float] = {}
-        every = checkpoints_for(self.setting.graph, pins)
-        for checkpoint in every:
+        for checkpoint in checkpoints_for(self.setting.graph, pins):
             if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
                 break
             for zero, replicas in shardings:
-                evaluator = evaluators[replicas]
                 for pipeline in self.pipelines(mesh, zero, checkpoint):
-                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
-                    if floor >= known_seconds:
-                        continue
-                    key = (pipeline, zero, replicas)
-                    if key not in fitting:
-                        refuse = get_schedule(pipeline[0]).refuse_policies
-                        policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
-                        fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
                     yield Way(
-                        floor_seconds=floor,
-                        fitting_seconds=max(floor, fitting[key]),
-                        evaluator=evaluator,
+                        floor_seconds=floor_seconds(evaluators[replicas], pipeline, zero, checkpoint),
+                        evaluator=evaluators[replicas],
                         pipeline=pipeline,
                         zero=zero,
                         checkpoint=checkpoint,
                     )
 
-    def _recomputed(
-        self, way: Way, stages: Stages, candidate: Candidate | None, best: float, room_bytes: int
-    ) -> Candidate | None:
+    def _recomputed(self, way: Way, candidate: Candidate | None, best: float, room_bytes: int) -> Candidate | None:
         """With as few blocks run again as fit, where `candidate` does not fit without any, or fits with all of them."""
         is_lean = way.checkpoint != "none"
         fits = candidate is not None and candidate.fits
@@ -207,6 +189,7 @@ class Pricer:
             return None
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None
+        stages = candidate.stages if candidate else self._cuts(evaluator, way.pipeline, zero, way.checkpoint)[0]
         hbm_bytes = self.devices.of(evaluator.mesh).hbm_bytes
         recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
         missing = [0] * len(hbm_bytes)
@@ -221,11 +204,8 @@ class Pricer:
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
         return None
 
-    def _candidate(self, way: Way, stages: Stages, known_seconds: float) -> Candidate | None:
-        """None where the schedule would lose gradients."""
-        if loses_weights(way.evaluator.program, way.pipeline[0], stages):
-            return None
-        return self._costed(way.evaluator, stages, way.pipeline[0], way.zero, way.checkpoint, known_seconds)
+    def _candidate(self, way: Way, known_seconds: float) -> Candidate | None:
+        return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)
 
     def candidate(
         self,
@@ -236,10 +216,12 @@ class Pricer:
         known_seconds: float = inf,
     ) -> Candidate | None:
         """One policy under its best cut; None where the schedule would lose gradients."""
-        stages = self._cut(evaluator, pipeline, zero, checkpoint)
-        if loses_weights(evaluator.program, pipeline[0], stages):
-            return None
-        return self._costed(evaluator, stages, pipeline[0], zero, checkpoint, known_seconds)
+        found = [
+            self._costed(evaluator, stages, pipeline[0], zero, checkpoint, known_seconds)
+            for stages in self._cuts(evaluator, pipeline, zero, checkpoint)
+            if not loses_weights(evaluator.program, pipeline[0], stages)
+        ]
+        return next(iter(best_of(found)), None)
 
     def leaf(self, mesh: Mesh, placements: Placements, policy: Policy, known_seconds: float) -> Candidate | None:
         """A policy with its cut; None where the conversions of two axes do not go together."""
@@ -247,7 +229,7 @@ class Pricer:
             evaluator = self.evaluator(replace(mesh, replicas=policy.replicas), placements)
             assert policy.stages is not None
             assert policy.zero is not None
-            if loses_weights(evaluator.program, policy.schedule, policy.stages):
+            if loses_weights(evaluator.program, policy.schedule, policy.stages) or self.why_not(mesh, placements):
                 return None
             return self._costed(
                 evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint, known_seconds
@@ -265,7 +247,7 @@ class Pricer:
             zero=candidate.zero,
             activation_checkpoint=candidate.activation_checkpoint,
         )
-        return replace(candidate, cost=cost)
+        return replace(candidate, mesh=replace(candidate.mesh, shares=cost.shares), cost=cost)
 
     def _costed(
         self,
@@ -285,21 +267,41 @@ class Pricer:
             room_bytes=self.setting.cluster.gpu.hbm_bytes,
         )
         return Candidate(
-            mesh=evaluator.mesh,
+            mesh=replace(evaluator.mesh, shares=cost.shares) if cost.shares else evaluator.mesh,
             placements=evaluator.placements,
             stages=stages,
             schedule=schedule,
             zero=zero,
             activation_checkpoint=checkpoint,
             cost=cost,
-            hbm_bytes=self.devices.of(evaluator.mesh).hbm_bytes,
+            hbm_bytes=cost.hbm_bytes or self.devices.of(evaluator.mesh).hbm_bytes,
         )
 
-    def _cut(self, evaluator: Evaluator, pipeline: Pipeline, zero: Zero, checkpoint: Checkpointing) -> Stages:
+    def _cuts(
+        self, evaluator: Evaluator, pipeline: Pipeline, zero: Zero, checkpoint: Checkpointing
+    ) -> tuple[Stages, ...]:
+        """The best cut where the ranks of a stage go at the pace of the slowest of them; and where dp ranks may make up
+        for it by their shares of the batch, the best at the pace that they have together."""
+        mesh, slowest = evaluator.mesh, self.devices.of(evaluator.mesh).slowdown
+        if mesh.pp == 1:
+            return (((0, len(self.space.graph.units)),),)
+        found = [self._cut(evaluator, pipeline, zero, checkpoint, slowest)]
+        if evaluator.dp_ranks and not evaluator.why_even:
+            of_stage = zip(*(ranks.slowdown for ranks in evaluator.dp_ranks), strict=True)
+            together = tuple(mesh.dp / sum(1 / pace for pace in paces) for paces in of_stage)
+            found.append(self._cut(evaluator, pipeline, zero, checkpoint, together))
+        return tuple(dict.fromkeys(found))
+
+    def _cut(
+        self,
+        evaluator: Evaluator,
+        pipeline: Pipeline,
+        zero: Zero,
+        checkpoint: Checkpointing,
+        slowdown: tuple[float, ...],
+    ) -> Stages:
         mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = len(self.space.graph.units)
-        if mesh.pp == 1:
-            return ((0, last),)
         units = evaluator.costs.by_unit(checkpoint)
         gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
         rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
@@ -312,7 +314,7 @@ class Pricer:
             rank_of=rank_of,
             microbatches=mesh.microbatches,
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - units.working_bytes),
-            pace=() if speeds.are_alike else tuple(speeds.slowdown[rank] for rank in rank_of),
+            pace=() if speeds.are_alike else tuple(slowdown[rank] for rank in rank_of),
             short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
         )
         try:

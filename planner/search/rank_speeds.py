@@ -1,12 +1,13 @@
 """What each pipeline rank runs on -> how much slower than the fastest device it is, and its memory.
 
-All ranks of one pipeline coordinate work in step, so the slowest of them sets its pace and the smallest its memory.
+The ranks of one pipeline coordinate that work in step go at the pace of the slowest, and have the memory of the
+smallest: all of them, or those of a dp rank where each takes its own number of microbatches.
 Prices are those of the fastest device, with the memory of the largest: a factor is never below 1, so lower bounds hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import AutoparError
@@ -44,15 +45,28 @@ class Devices:
     slow_ranks: tuple[tuple[int, float], ...]  # (rank, factor) of stragglers that are known
 
     def of(self, mesh: Mesh) -> RankSpeeds:
-        """The ranks of a mesh; pipeline ranks are the outermost axis."""
-        per_stage = mesh.world_size // mesh.pp
+        """The ranks of a mesh; pipeline ranks are the outermost axis, and each has its slowest and smallest device."""
+        return self._worst(range(0, mesh.world_size, mesh.stage_size), mesh.stage_size)
+
+    def of_dp_ranks(self, mesh: Mesh) -> tuple[RankSpeeds, ...]:
+        """The same of each dp rank."""
+        each = mesh.stride("dp")
+        return tuple(self._worst(range(rank * each, mesh.world_size, mesh.stage_size), each) for rank in range(mesh.dp))
+
+    @property
+    def differ(self) -> bool:
+        """Whether some rank may be slower or smaller than another."""
+        return bool(self.original.groups or self.slow_ranks)
+
+    def _worst(self, starts: Sequence[int], size: int) -> RankSpeeds:
+        """Of runs of `size` ranks that start there."""
         slowdown, hbm_bytes = [], []
-        for first in range(0, mesh.world_size, per_stage):
-            gpus = _gpus(self.original, first, first + per_stage)
+        for first in starts:
+            gpus = _gpus(self.original, first, first + size)
             straggling = (
                 self.ratios[self.original.gpu_of_rank(rank).name] * factor
                 for rank, factor in self.slow_ranks
-                if first <= rank < first + per_stage
+                if first <= rank < first + size
             )
             slowdown.append(max(*(self.ratios[gpu.name] for gpu in gpus), *straggling, 1.0))
             hbm_bytes.append(min(gpu.hbm_bytes for gpu in gpus))

@@ -1,6 +1,5 @@
 """Uneven shares of the batch: values and collectives of what is emitted, and what is refused."""
 
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pytest
 from autopar.compiler.package import emit_package
 from autopar.compiler.verify import verify
 from autopar.planner.driver import PlanRequest, make_plan
-from autopar.planner.placements import program_of
-from autopar.planner.search.step_collectives import expected_collectives
+from autopar.planner.errors import AutoparError
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 IGNORED = """
@@ -41,18 +39,12 @@ def example_inputs(batch_size):
 
 
 def shared(model, mesh, shares, *, batch_size, **pins):
-    """A plan whose dp ranks take so many microbatches of one sample; it is an edited plan of even shares."""
+    """A plan whose dp ranks take so many microbatches of one sample."""
     gpus = prod(mesh.values())
-    made = make_plan(
-        PlanRequest(model=str(model), gpus=gpus, batch_size=batch_size, mesh=mesh, microbatch_size=1, **pins)
-    )
-    plan = replace(made.plan, batch_shares=shares)
-    stages = [(stage.first, stage.last) for stage in plan.stages]
-    program = program_of(plan, made.graph)
-    lines = expected_collectives(
-        program, stages, zero=plan.zero, schedule=plan.schedule, activation_checkpoint=plan.activation_checkpoint
-    )
-    return replace(made, plan=replace(plan, collectives=lines))
+    pins = {"microbatch_size": 1, "batch_shares": shares, **pins}
+    made = make_plan(PlanRequest(model=str(model), gpus=gpus, batch_size=batch_size, mesh=mesh, **pins))
+    assert made.plan.batch_shares == shares
+    return made
 
 
 def check(folder, made):
@@ -93,3 +85,37 @@ def tagger(tmp_path):
 def test_uneven_shares_with_ignored_labels(mesh, shares, pins, tagger, tmp_path):
     text = check(tmp_path, shared(tagger, mesh, shares, batch_size=8, **pins))
     assert f"BATCH_SHARES = {shares}" in text
+
+
+@pytest.mark.gloo
+def test_the_search_shares_the_batch_out_where_a_rank_is_slow(tagger, tmp_path):
+    request = PlanRequest(
+        model=str(tagger), gpus=2, batch_size=8, mesh={"dp": 2}, microbatch_size=1, cluster="cpu-local",
+        slow_ranks={0: 3.0}, zero=2,
+    )  # fmt: skip
+    made = make_plan(request)
+    assert made.plan.batch_shares[0] < made.plan.batch_shares[1]
+    assert made.plan.dp_paces == ((3.0,), (1.0,))
+    check(tmp_path, made)
+
+
+@pytest.mark.gloo
+def test_uneven_shares_shrink(tagger, tmp_path):
+    made = shared(tagger, {"dp": 4, "pp": 1, "tp": 1}, (3, 1, 2, 2), batch_size=8, zero=2)
+    report = verify(made.plan, tmp_path, shrink=True, timeout_seconds=240.0)
+    assert report.ok, "\n".join(report.lines())
+    assert report.batch_shares == (4, 2)
+
+
+def test_batch_norm_has_one_share():
+    with pytest.raises(AutoparError, match="batch-shares=3,1 need microbatches.*needs the whole batch at once"):
+        shared(SAMPLES / "resnet.py", {"dp": 2, "pp": 1, "tp": 1}, (3, 1), batch_size=8, arguments={"width": 8})
+
+
+def test_a_model_that_cuts_its_inputs_evenly_says_so(tmp_path):
+    path = tmp_path / "tagger.py"
+    line = "x = self.embedding(ids) * (ids != 0).float().mean()"
+    path.write_text(IGNORED.replace("x = self.embedding(ids)", line))
+    with pytest.raises(AutoparError, match="batch-shares=3,1 cannot be: .* how many samples a dp rank has") as caught:
+        shared(path, {"dp": 2, "pp": 1, "tp": 1}, (3, 1), batch_size=8)
+    assert "leave batch-shares out" in str(caught.value.fix)

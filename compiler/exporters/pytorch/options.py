@@ -62,11 +62,12 @@ def options_of(plan: Plan) -> Options:
         step_seconds=dict(plan.time_breakdown_seconds),
     )
     ranks, schedule = plan.mesh["pp"], get_schedule(plan.schedule)
-    reason = schedule.refuse(ranks, plan.stages_per_rank, plan.microbatches)
+    counts = sorted({*(plan.batch_shares or (plan.microbatches,))})
+    reason = next(filter(None, (schedule.refuse(ranks, plan.stages_per_rank, count) for count in counts)), "")
     if reason := reason or schedule.refuse_policies(plan.zero, plan.activation_checkpoint):
         raise AutoparError(
             f"schedule {plan.schedule} cannot run: {reason}",
-            where="plan.json: schedule, stages, microbatches, zero, activation_checkpoint",
+            where="plan.json: schedule, stages, microbatches, batch_shares, zero, activation_checkpoint",
             fix="choose another schedule or number of microbatches",
         )
     for index, stage in enumerate(plan.stages):

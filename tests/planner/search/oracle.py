@@ -1,7 +1,7 @@
 """Exhaustive search over every decision, without cost tables or integer programs: each plan is lowered and priced.
 
 What may be chosen is written down here a second time: meshes, microbatches, cuts, schedules, ZeRO stages,
-recomputation, and on every axis an option for every operation and a pair for every tensor.
+recomputation, shares of the batch, and on every axis an option for every operation and a pair for every tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +15,7 @@ from autopar.planner.search.candidates import Pins
 from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.prices import Prices
 from autopar.planner.search.problem import Space
+from autopar.planner.search.rank_speeds import RankSpeeds
 from autopar.planner.sharding.mesh import MICROBATCH, Axis, Mesh
 from autopar.planner.sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, can_split, normal, split
 from autopar.planner.sharding.redistribute import COLLECTIVES, conversion, has_conversion
@@ -56,6 +57,16 @@ class Machine:
         each = len(values) // ranks
         return tuple(pick(values[first : first + each]) for first in range(0, len(values), each))
 
+    def of_dp_ranks(self, mesh: Mesh) -> tuple[RankSpeeds, ...]:
+        """The ranks of each dp coordinate, if these differ."""
+        found = []
+        for d in range(mesh.dp):
+            mine = [rank for rank in range(mesh.world_size) if mesh.coordinate(rank, "dp") == d]
+            slow = self.of_stages(mesh.pp, max, tuple(self.slowdown[rank] for rank in mine))
+            rooms = self.of_stages(mesh.pp, min, tuple(self.hbm_bytes[rank] for rank in mine))
+            found.append(RankSpeeds(slowdown=slow, hbm_bytes=rooms))
+        return tuple(found) if len({*found}) > 1 else ()
+
     def slowdowns(self, ranks: int) -> tuple[float, ...]:
         found = self.of_stages(ranks, max, self.slowdown)
         return found if any(factor != 1 for factor in found) else ()
@@ -96,7 +107,7 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
     policies = list(product(*(("none", "selective", "full") if each else ("none",) for each in are_blocks)))
     for placements in every_placement(graph, mesh, batch_labels):
         evaluators = {
-            replicas: Evaluator(
+            (replicas, ()): Evaluator(
                 graph=graph,
                 master=graph,
                 placements=placements,
@@ -108,7 +119,7 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
             for _, replicas in shardings(mesh, cluster)
         }
         try:
-            _ = evaluators[1].program
+            _ = evaluators[1, ()].program
         except (KeyError, ValueError):
             continue
         for schedule, per_rank in pipelines(mesh):
@@ -123,16 +134,45 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
                     for checkpoint in policies:
                         if schedule.startswith("zero-bubble") and (zero == 3 or any(p != "none" for p in checkpoint)):
                             continue  # the backward is split
-                        try:
-                            cost = evaluators[replicas].evaluate(
-                                stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
-                            )
-                        except (KeyError, ValueError):
-                            continue
-                        what = f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {placements}"
                         blocks = tuple(p for p, each in zip(checkpoint, are_blocks, strict=True) if each)
-                        memory = tuple(each["total"] for each in cost.rank_memory)
-                        yield Price(cost.step_seconds, memory, what, blocks)
+                        for shares in all_shares(graph, placements, mesh, machine, schedule, per_rank, zero):
+                            if (replicas, shares) not in evaluators:
+                                evaluators[replicas, shares] = replace(
+                                    evaluators[replicas, ()], dp_ranks=machine.of_dp_ranks(mesh), share_ratio=shares
+                                )
+                            try:
+                                cost = evaluators[replicas, shares].evaluate(
+                                    stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
+                                )
+                            except (KeyError, ValueError):
+                                continue
+                            what = (
+                                f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {shares} {placements}"
+                            )
+                            memory = tuple(each["total"] for each in cost.rank_memory)
+                            yield Price(cost.step_seconds, memory, what, blocks)
+
+
+def all_shares(
+    graph, placements, mesh: Mesh, machine: Machine, schedule: str, per_rank: int, zero: int
+) -> Iterator[tuple[int, ...]]:
+    """Numbers of microbatches of the dp ranks, where these differ and no microbatch is of concern to two of them; else
+    all dp ranks go in step, ()."""
+    is_alike = all(
+        labels.get("dp") == labels.get(MICROBATCH)
+        for template, placement in zip(graph.templates, placements, strict=True)
+        for labels in placement.values()
+        if template.name != "Prelude"
+    )
+    is_free = mesh.microbatches > 1 and is_alike and zero < 3 and (zero < 2 or per_rank == 1)
+    if not is_free or not machine.of_dp_ranks(mesh):
+        yield ()
+        return
+    total = mesh.dp * mesh.microbatches
+    for shares in product(range(1, total), repeat=mesh.dp):
+        legal = (replace(mesh, microbatches=count) for count in shares)
+        if sum(shares) == total and all((schedule, per_rank) in pipelines(each) for each in legal):
+            yield shares
 
 
 def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:

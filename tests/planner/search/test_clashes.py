@@ -12,7 +12,7 @@ from autopar.cost_models.stacks import load_stack
 from autopar.planner.schedules import schedule_names
 from autopar.planner.search.answer import NothingFits, Setting
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.candidates import Pins, written_shares
 from autopar.planner.search.clashes import meshes_under
 from autopar.planner.search.problem import Space
 from autopar.planner.search.sweep import search
@@ -30,6 +30,7 @@ VALUES = {
     "schedule": schedule_names(),
     "stages_per_rank": (1, 2, 3),
     "microbatch_size": (1, 2, 4, 5, 12),
+    "batch_shares": ((1, 1), (3, 1), (2, 1), (1, 1, 2, 2)),
     "activation_checkpoint": ("none", "selective", "full"),
 }
 
@@ -61,7 +62,8 @@ def names_in(error: AutoparError) -> str:
 
 
 def is_named(text: str, name: str, value: object) -> bool:
-    return re.search(rf"(?<![\w-]){name.replace('_', '-')}[= ]{re.escape(str(value))}(?![\w-])", text) is not None
+    shown = written_shares(value) if isinstance(value, tuple) else str(value)
+    return re.search(rf"(?<![\w-]){name.replace('_', '-')}[= ]{re.escape(shown)}(?![\w-])", text) is not None
 
 
 CASES = [
@@ -84,6 +86,13 @@ CASES = [
     ({"schedule": "1f1b", "stages_per_rank": 2}, ["schedule=1f1b", "stages-per-rank=2"], "one stage per rank"),
     ({"schedule": "zero-bubble-v", "stages_per_rank": 1}, ["schedule=zero-bubble-v", "stages-per-rank=1"], "2 stages"),
     ({"schedule": "sequential", "microbatch_size": 1}, ["schedule=sequential", "microbatch-size=1"], "one microbatch"),
+    ({"dp": 4, "batch_shares": (3, 1)}, ["batch-shares=3,1", "dp=4"], "names 2 dp ranks"),
+    ({"pp": 8, "batch_shares": (3, 1)}, ["pp=8"], ""),
+    ({"zero": 3, "batch_shares": (3, 1)}, ["batch-shares=3,1", "zero=3"], "in every microbatch"),
+    ({"zero": 2, "stages_per_rank": 2, "batch_shares": (3, 1)},
+     ["batch-shares=3,1", "zero=2", "stages-per-rank=2"], "as its microbatches come"),
+    ({"batch_shares": (3,)}, ["batch-shares=3"], "two or more"),
+    ({"microbatch_size": 6, "batch_shares": (3, 1)}, ["batch-shares=3,1", "microbatch-size=6"], "do not deal out 2"),
     ({"schedule": "zero-bubble", "zero": 3}, ["schedule zero-bubble", "zero 3"], "ZeRO-3"),
     ({"schedule": "zero-bubble", "activation_checkpoint": "full"},
      ["schedule zero-bubble", "activation-checkpoint full"], "again"),
@@ -150,6 +159,10 @@ def test_any_pins_give_a_plan_that_has_them_or_an_error(chosen, gpus, may_split,
     assert pins.stages_per_rank in (None, len(best.stages) // best.mesh.pp)
     assert pins.microbatch_size in (None, batch // best.mesh.dp // best.mesh.microbatches)
     assert pins.zero_shard_size in (None, best.mesh.shards)
+    if pins.batch_shares is not None:
+        counts = [best.mesh.share(rank) for rank in range(best.mesh.dp)]
+        parts = sum(counts) // sum(pins.batch_shares)
+        assert counts == [parts * part for part in pins.batch_shares]
     assert best.mesh.world_size == gpus
 
 

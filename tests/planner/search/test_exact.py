@@ -29,11 +29,12 @@ class Outcome:
     is_not_first: bool  # of the enumeration
     exact: float
     default: float
+    shares: tuple[int, ...]  # of the batch, where dp ranks take different ones
 
 
-def labellings(graph) -> int:
+def labellings(graph, axes=("dp", "tp")) -> int:
     batch = find_batch_split(Space(graph)).placements
-    counts = [sum(1 for _ in islice(on_axis(graph, Axis(a, 2), batch), MOST_LABELLINGS + 1)) for a in ("dp", "tp")]
+    counts = [sum(1 for _ in islice(on_axis(graph, Axis(a, 2), batch), MOST_LABELLINGS + 1)) for a in axes]
     return max(counts)
 
 
@@ -141,6 +142,25 @@ def run_on_different_ranks(seed: int) -> Outcome:
     return compared(seed, setting, plans, fitting, fastest not in fitting)
 
 
+def run_with_shares(seed: int) -> Outcome:
+    """Two or four dp ranks, of which one is slow."""
+    rng = random.Random(seed)
+    gpus = rng.choice((2, 4))
+    graphs = (random_graph(1000 * seed + attempt, most_nodes=4) for attempt in range(1000))
+    graph = next(graph for graph in graphs if graph.batch_size > 4 and 0 < labellings(graph, ("dp",)) <= 30)
+    slow = {rng.randrange(gpus): rng.choice((1.3, 2.0, 3.5))}
+    pins = Pins(mesh={"dp": gpus}, microbatch_size=graph.batch_size // (8 if gpus == 4 else 2 * rng.choice((2, 4, 8))))
+    cluster = replace(CLUSTER, gpu=replace(CLUSTER.gpu, overhead_bytes=0))
+    slowdown = tuple(slow.get(rank, 1.0) for rank in range(gpus))
+    machine = Machine(cluster, slowdown, (cluster.gpu.hbm_bytes,) * gpus)
+    plans = list(every_plan(graph, gpus, machine, STACK, pins))
+    setting = Setting(
+        graph=graph, gpus=gpus, cluster=cluster, stack=STACK, precision="fp32", optimizer="adamw", pins=pins,
+        slow_ranks=slow,
+    )  # fmt: skip
+    return compared(seed, setting, plans, plans, False)
+
+
 def compared(seed: int, setting: Setting, plans: list[Price], fitting: list[Price], binds: bool) -> Outcome:
     """Exact and default search against the best of all plans that fit."""
     best = min(fitting, key=lambda plan: plan.seconds)
@@ -155,7 +175,7 @@ def compared(seed: int, setting: Setting, plans: list[Price], fitting: list[Pric
     # Its gap is (step - bound) / step: the optimum is within it.
     assert default.bound_seconds <= best.seconds * (1 + EQUAL), f"seed {seed}: the bound is above the optimum"
     is_first = plans[0].seconds <= best.seconds * (1 + EQUAL)
-    return Outcome(seed, binds, not is_first, found, step)
+    return Outcome(seed, binds, not is_first, found, step, exact.best.mesh.shares)
 
 
 def check(outcomes: list[Outcome]) -> None:
@@ -171,6 +191,12 @@ def test_equals_exhaustive_search_on_a_sample():
 
 def test_equals_exhaustive_search_on_different_ranks():
     check([run_on_different_ranks(seed) for seed in range(8)])
+
+
+def test_equals_exhaustive_search_where_the_batch_is_shared_out():
+    outcomes = [run_with_shares(seed) for seed in range(20)]
+    assert sum(bool(outcome.shares) for outcome in outcomes) >= 12
+    assert all(outcome.default <= CLOSE * outcome.exact for outcome in outcomes)
 
 
 def test_equals_exhaustive_search_on_cp():

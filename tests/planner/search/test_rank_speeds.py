@@ -15,7 +15,7 @@ FAST, SLOW = load_gpu("h100-sxm"), load_gpu("a100-40g-sxm")
 MIXED = replace(H100, gpus_per_node=1, groups=(NodeGroup(gpu=SLOW, nodes=1), NodeGroup(gpu=FAST, nodes=1)))
 
 
-def setting(cluster=H100, *, gpus=2, depth=12, slow_ranks=None, exact=False, **mesh):
+def setting(cluster=H100, *, gpus=2, depth=12, slow_ranks=None, exact=False, shares=None, **mesh):
     return Setting(
         graph=residual_mlp(batch=64, width=1024, hidden=8192, depth=depth),
         gpus=gpus,
@@ -23,7 +23,7 @@ def setting(cluster=H100, *, gpus=2, depth=12, slow_ranks=None, exact=False, **m
         stack=load_stack("compiled"),
         precision="fp32",
         optimizer="sgd",
-        pins=Pins(mesh=mesh, microbatch_size=8),
+        pins=Pins(mesh=mesh, microbatch_size=8, batch_shares=shares),
         exact=exact,
         slow_ranks=slow_ranks or {},
     )
@@ -42,12 +42,39 @@ def test_the_slower_device_gets_fewer_blocks():
 
 
 def test_a_group_over_both_goes_at_the_pace_of_the_slower():
-    mixed = search(setting(MIXED, dp=2)).best
+    mixed = search(setting(MIXED, dp=2, shares=(1, 1))).best
     alone = search(setting(replace(H100, gpus_per_node=1, gpu=SLOW), dp=2)).best
     usual = search(setting(replace(H100, gpus_per_node=1), dp=2)).best
     assert usual.cost.step_seconds < mixed.cost.step_seconds
     assert mixed.cost.step_seconds == pytest.approx(alone.cost.step_seconds, rel=0.3)
     assert mixed.hbm_bytes == (SLOW.hbm_bytes,)
+
+
+def test_the_faster_device_takes_more_of_the_batch():
+    shared, even = search(setting(MIXED, dp=2)), search(setting(MIXED, dp=2, shares=(1, 1)))
+    slow, fast = shared.best.mesh.shares
+    assert slow < fast
+    assert slow + fast == 2 * shared.best.mesh.microbatches
+    assert shared.best.cost.step_seconds < even.best.cost.step_seconds
+    assert shared.bound_seconds <= shared.best.cost.step_seconds
+    assert not even.best.mesh.shares
+    pinned = search(setting(MIXED, dp=2, shares=shared.best.mesh.shares)).best
+    assert pinned.cost.step_seconds == pytest.approx(shared.best.cost.step_seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_pipelines_share_the_batch_as_no_pin_does_better(schedule):
+    def step(shares):
+        given = setting(gpus=4, depth=6, slow_ranks={1: 1.8, 3: 2.5}, shares=shares, pp=2, dp=2)
+        return search(replace(given, pins=replace(given.pins, schedule=schedule, zero=0))).best
+
+    free = step(None)
+    step_of = 2 if schedule == "interleaved" else 1
+    least = 1 if schedule == "gpipe" else 2
+    pinned = {(n, 8 - n): step((n, 8 - n)).cost.step_seconds for n in range(least, 9 - least, step_of)}
+    assert free.cost.step_seconds == pytest.approx(min(pinned.values()), rel=1e-9)
+    assert free.mesh.shares[0] > free.mesh.shares[1]
+    assert free.cost.step_seconds < pinned[4, 4]
 
 
 def test_a_known_slow_rank_gets_less_and_costs_less_than_it_would():
