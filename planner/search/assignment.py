@@ -58,6 +58,10 @@ class NoAssignment(Exception):
         self.vertex = vertex
 
 
+class Stopped(NoAssignment):
+    """The time limit ended the solver before it knew an assignment, or that there is none."""
+
+
 def cost_of(problem: Problem, chosen: Sequence[int]) -> float:
     """Seconds of an assignment; infinite if it needs a conversion that does not exist."""
     total = sum(choices[k].cost_seconds for choices, k in zip(problem.choices, chosen, strict=True))

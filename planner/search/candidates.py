@@ -419,11 +419,18 @@ def shardings_for(graph: ModelGraph, mesh: Mesh, pins: Pins, cluster: Cluster) -
         elif pins.zero_shard_size is not None:
             sizes = [pins.zero_shard_size // mesh.cp]
         else:
-            in_node = cluster.gpus_per_node // mesh.stride("dp")
-            near = gcd(mesh.dp, in_node) if in_node else mesh.dp
-            sizes = [mesh.dp, near] if near * mesh.cp > 1 and near < mesh.dp and in_node < mesh.dp else [mesh.dp]
+            near = _near_ranks(mesh, cluster.gpus_per_node)
+            sizes = [mesh.dp, near] if near * mesh.cp > 1 and near < mesh.dp else [mesh.dp]
         found.extend((zero, mesh.dp // size) for size in sizes)
     return tuple(found)
+
+
+def _near_ranks(mesh: Mesh, gpus_per_node: int) -> int:
+    """The most consecutive ranks of dp that share a node wherever they begin; all of dp where none do."""
+    stride = mesh.stride("dp")
+    if mesh.world_size <= gpus_per_node or gpus_per_node % stride:
+        return mesh.dp
+    return gcd(mesh.dp, gpus_per_node // stride)
 
 
 def pinned_zero(graph: ModelGraph, pins: Pins) -> Zero:

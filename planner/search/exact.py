@@ -9,7 +9,6 @@ program's optimum reaches the best plan. What is then best is best of all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..zero import Zero
-from .assignment import NoAssignment
+from .assignment import NoAssignment, Stopped
 from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
 from .problem import Built, Rules, build_problem
@@ -39,14 +38,14 @@ class Leaves:
     """What the exact search needs of the sweep around it.
 
     `price` lowers and prices placements under a policy, None where they cannot be lowered. `fixed`: the labels of axes
-    that are given (microbatches).
+    that are given (microbatches). `seconds_left`: of the time limit, None without one.
     """
 
     price: Callable[[Mesh, Placements, Policy], Candidate | None]
     uses: Callable[[Mesh], Uses]
     rules: Rules
     fixed: Callable[[Mesh], Placements]
-    deadline: float
+    seconds_left: Callable[[], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +75,17 @@ class ExactSearch:
         """Search every mesh."""
         is_complete = True
         for mesh in meshes:
-            if time.monotonic() > self.leaves.deadline:
+            if self._is_late:
                 is_complete = False
                 self.open_bound = 0.0
                 break
             is_complete &= self._mesh(mesh)
         bound = self.seconds if is_complete else min(self.open_bound, self.seconds)
         return Proven(best=self.best, bound_seconds=bound, is_complete=is_complete, solved=self.solved)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.leaves.seconds_left() == 0
 
     def _closed(self, bound: float) -> bool:
         return bound >= self.seconds * (1 - _EQUAL)
@@ -95,7 +98,7 @@ class ExactSearch:
         except NoAssignment:
             return True
         leaves: list[tuple[float, Policy]] = []
-        if self._closed(floor_seconds(self.setting, built, uses, alive)):
+        if self._closed(floor_seconds(self.setting, built, uses, alive, self.leaves.seconds_left())):
             return True
         for zero, replicas in shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in checkpoints_for(self.setting.graph, self.setting.pins):
@@ -113,7 +116,7 @@ class ExactSearch:
         for bound, policy in leaves:
             if self._closed(bound):
                 break
-            if time.monotonic() > self.leaves.deadline or not self._leaf(mesh, built, uses, alive, policy):
+            if self._is_late or not self._leaf(mesh, built, uses, alive, policy):
                 self.open_bound = min(self.open_bound, leaves[0][0])
                 return False
         return True
@@ -132,7 +135,10 @@ class ExactSearch:
         """A bound of all cuts and schedules; infinite where none fits in memory."""
         try:
             self.solved += 1
-            return model_of(self.setting, built, uses, alive, policy).solve(as_mip=False)[0]
+            model = model_of(self.setting, built, uses, alive, policy)
+            return model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())[0]
+        except Stopped:
+            return 0.0
         except NoAssignment:
             return inf
 
@@ -157,16 +163,18 @@ class ExactSearch:
         try:
             model = model_of(self.setting, built, uses, alive, policy)
             self.solved += 1
-            if self._closed(model.solve(as_mip=False)[0]):
+            if self._closed(model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())[0]):
                 return True
-            while time.monotonic() < self.leaves.deadline:
+            while not self._is_late:
                 self.solved += 1
-                bound, chosen = model.solve(as_mip=True)
+                bound, chosen = model.solve(as_mip=True, time_limit_seconds=self.leaves.seconds_left())
                 if self._closed(bound):
                     return True
                 assert chosen is not None
                 self._look_at(mesh, built, chosen, policy)
                 model.forbid(chosen)
+        except Stopped:
+            return False
         except NoAssignment:
             return True
         return False
@@ -203,7 +211,13 @@ def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequenc
     )
 
 
-def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]]) -> float:
+def floor_seconds(
+    setting: Setting,
+    built: Built,
+    uses: Uses,
+    alive: Sequence[Sequence[int]],
+    time_limit_seconds: float | None = None,
+) -> float:
     """No plan on the mesh is faster, under whatever policy; infinite where there are no placements."""
     shardings = shardings_for(setting.graph, uses.prices.mesh, setting.pins, setting.cluster)
     zero, replicas = shardings[0] if len(shardings) == 1 else (None, 1)
@@ -218,7 +232,10 @@ def floor_seconds(setting: Setting, built: Built, uses: Uses, alive: Sequence[Se
         fills=_fills(setting, uses),
     )
     try:
-        return model_of(setting, built, uses, alive, policy).solve(as_mip=False)[0]
+        model = model_of(setting, built, uses, alive, policy)
+        return model.solve(as_mip=False, time_limit_seconds=time_limit_seconds)[0]
+    except Stopped:
+        return 0.0
     except NoAssignment:
         return inf
 

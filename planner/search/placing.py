@@ -14,7 +14,7 @@ from ..capture.graph import Kind
 from ..sharding.mesh import MICROBATCH, SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from ..sharding.rules import Option
-from .assignment import NoAssignment
+from .assignment import NoAssignment, Stopped
 from .batch import BatchSplit
 from .placements_ilp import solve
 from .prices import Prices
@@ -29,13 +29,15 @@ _LARGE = 1500
 
 @dataclass
 class Placer:
-    """Placements of one model. `must_split`: whether an axis of a mesh is there for certain, whatever it costs."""
+    """Placements of one model. `must_split`: whether an axis of a mesh is there for certain, whatever it costs.
+    `seconds_left`: what a program may take, None without a limit."""
 
     space: Space
     batch: BatchSplit
     rules: Rules
     prices: Callable[[Mesh], Prices]
     must_split: Callable[[Mesh, str], bool]
+    seconds_left: Callable[[], float | None]
     solved: int = 0  # programs
     spent: int = 0  # choices of all of them
     labellings: list[Placements] = field(default_factory=list)  # without the microbatch axis
@@ -102,7 +104,9 @@ class Placer:
         )
         self.spent += sum(map(len, built.problem.choices))
         try:
-            assignment = solve(built.problem, seconds_per_byte=seconds_per_byte)
+            assignment = solve(built.problem, seconds_per_byte=seconds_per_byte, time_limit_seconds=self.seconds_left())
+        except Stopped:
+            return f"{name}={mesh.sizes[name]} has no placements yet: the time was up"
         except NoAssignment as stuck:
             where = f": stuck at {stuck.vertex}" if stuck.vertex else ""
             return f"{name}={mesh.sizes[name]} has no placements{where}"

@@ -100,7 +100,8 @@ class Refiner:
             joint = self.joint(mesh)
         except NoAssignment:
             return inf
-        return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive)
+        left = self.leaves.seconds_left
+        return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive, left())
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
         """Plans of the candidate's mesh and cut, as the whole program places them: under every policy for all blocks,
@@ -136,12 +137,12 @@ class Refiner:
         plan: Candidate | None = None
         try:
             model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
-            bound, chosen = model.solve(as_mip=False)
+            bound, chosen = model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())
             for _ in range(_MOST_TRIES):
                 if bound >= known:
                     break
                 if chosen is None:
-                    bound, chosen = model.solve(as_mip=True)
+                    bound, chosen = model.solve(as_mip=True, time_limit_seconds=self.leaves.seconds_left())
                 assert chosen is not None
                 placements = joint.built.read(len(self.setting.graph.templates), chosen)
                 plan = self.leaves.price(mesh, placements, policy)

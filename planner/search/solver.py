@@ -17,14 +17,15 @@ from typing import Any
 import pulp
 
 from ...cost_models.errors import AutoparError
-from .assignment import NoAssignment
+from .assignment import NoAssignment, Stopped
 
 
 def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> None:
     """Solve on one thread, silent and repeatable.
 
     Raises:
-        NoAssignment: infeasible, or no solution within the time limit.
+        NoAssignment: infeasible.
+        Stopped: no solution within the time limit; of a linear program, no optimal one.
         AutoparError: HiGHS is not installed.
     """
     solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, mip_rel_gap=1e-9)
@@ -32,6 +33,8 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
         raise AutoparError("the solver HiGHS is missing", fix="pip install highspy")
     with _quiet_stdout():
         lp.solve(solver)
+    if lp.status == pulp.LpStatusNotSolved:
+        raise Stopped
     if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise NoAssignment
 
@@ -48,7 +51,8 @@ class _HiGHS(pulp.HiGHS):
         for column, value in zip(columns, highs.getSolution().col_value, strict=True):
             column.varValue = value
         status, solution = _STATUS.get(highs.getModelStatus().name, (pulp.LpStatusNotSolved, _NOTHING))
-        if highs.getObjectiveValue() == inf:  # stopped before there was a solution
+        is_stopped = solution == pulp.LpSolutionIntegerFeasible
+        if is_stopped and (not self.mip or highs.getObjectiveValue() == inf):  # before there was a solution
             status, solution = pulp.LpStatusNotSolved, _NOTHING
         lp.assignStatus(status, solution)
         return status

@@ -38,7 +38,7 @@ from ..capture.graph import Kind, ModelGraph, Ref, TensorType
 from ..checkpointing import Checkpointing, policy_of
 from ..schedules import Schedule, get_schedule, in_flight
 from ..zero import Zero, highest
-from .assignment import Choice
+from .assignment import Choice, Stopped
 from .candidates import pipeline_factor
 from .linear import Linear, add, scaled, sum_of
 from .prices import edge_of, slowest_of_nodes
@@ -308,6 +308,7 @@ class StepModel:
 
         Raises:
             NoAssignment: the policy has no plan.
+            Stopped: the time was up before the best one was known.
         """
         for column in self.columns.x.values():
             if column is not None:
@@ -315,6 +316,8 @@ class StepModel:
         bound = self.constant
         if self.columns.num_columns:
             run_solver(self.columns.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds)
+            if self.columns.lp.sol_status != pulp.LpSolutionOptimal:
+                raise Stopped
             value: Any = pulp.value(self.columns.lp.objective)  # a number once solved; pulp's types allow expressions
             bound += value or 0.0
         chosen: list[int] = []

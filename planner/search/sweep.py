@@ -107,6 +107,7 @@ class _Sweep:
             rules=Rules(batch=self.batch.placements, tp_may_split_batch=setting.tp_may_split_batch),
             prices=self.pricer.prices,
             must_split=self._must_split,
+            seconds_left=lambda: None if self.best_seconds == inf else self._seconds_left(),
         )
 
     # --- the outer loop ---
@@ -186,7 +187,7 @@ class _Sweep:
             self.progress(f"placing {sizes}, {mesh.microbatches} microbatches")
             self._add(self._solve(mesh))
             self._scan(order, bounds, known)
-        return True
+        return not self._is_late()
 
     def _is_near(self, mesh: Mesh) -> bool:
         """Whether an own labelling may well make this mesh the best."""
@@ -197,7 +198,11 @@ class _Sweep:
         return self.estimates[mesh] <= _NEAR_STEP * self.best_seconds
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self.deadline and self.best_seconds < inf
+        return self.best_seconds < inf and self._seconds_left() == 0
+
+    def _seconds_left(self) -> float | None:
+        """Of the time limit, None without one."""
+        return None if self.deadline == inf else max(0.0, self.deadline - time.monotonic())
 
     def _add(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -302,7 +307,7 @@ class _Sweep:
             uses=lambda mesh: Uses(self.space, self.pricer.prices(mesh)),
             rules=self.placer.rules,
             fixed=self.placer.batch_labels,
-            deadline=self.deadline,
+            seconds_left=self._seconds_left,
         )
 
     def _fitting(self) -> list[Candidate]:
@@ -351,7 +356,7 @@ class _Sweep:
         for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
             if not any(candidate.outer in same for candidate in self.found):
-                for mesh in same[:1] if time.monotonic() < self.deadline else ():
+                for mesh in same[:1] if self._seconds_left() != 0 else ():
                     self.found.extend(self._solve(mesh, once=True))
             priced = [candidate for candidate in self.found if candidate.outer in same]
             if priced:
@@ -362,7 +367,7 @@ class _Sweep:
     def _plain(self, axis: str, same: Sequence[Mesh]) -> Iterator[tuple[str, Candidate]]:
         """An axis as it is used without a planner: all states split over dp, or stages that wait for each other."""
         pins = self.setting.pins
-        for mesh in same if time.monotonic() < self.deadline else ():
+        for mesh in same if self._seconds_left() != 0 else ():
             shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
             zero = 3 if axis == "dp" and (3, 1) in shardings else 0
             if mesh.microbatches > 1 or axis not in ("dp", "pp") or (axis == "dp" and not zero):

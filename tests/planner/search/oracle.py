@@ -179,7 +179,13 @@ def shardings(mesh: Mesh, cluster) -> list[tuple[int, int]]:
     """ZeRO stages with the number of groups that hold all shards: one, or one in each node that dp spans."""
     if mesh.dp * mesh.cp == 1:
         return [(0, 1)]
-    in_node = [size for size in divisors(mesh.dp) if size * mesh.stride("dp") <= cluster.gpus_per_node][-1:]
+    node, stride = cluster.gpus_per_node, mesh.stride("dp")
+
+    def shares_nodes(size):
+        firsts = range(0, mesh.world_size, size * stride)
+        return all(first // node == (first + size * stride - 1) // node for first in firsts)
+
+    in_node = [size for size in divisors(mesh.dp) if shares_nodes(size)][-1:]
     groups = {1, *(mesh.dp // size for size in in_node if size * mesh.cp > 1)}
     return [(0, 1), (1, 1), *((zero, count) for zero in (2, 3) for count in sorted(groups))]
 

@@ -1,6 +1,7 @@
 """The outer search on a small graph: pins, refusals, memory, runners-up."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from autopar.cost_models.errors import AutoparError
@@ -14,6 +15,7 @@ from autopar.planner.search.problem import Space
 from autopar.planner.search.sweep import NothingFits, Setting, search
 from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp
+from oracle import shardings
 
 CLUSTER = load_cluster("h100-sxm")
 
@@ -130,6 +132,15 @@ def test_shards_stay_within_a_node_where_that_pays():
     assert (whole.mesh.replicas, near.mesh.replicas) == (1, 2)
     assert free.cost.step_seconds == min(whole.cost.step_seconds, near.cost.step_seconds)
     assert near.cost.memory_bytes > whole.cost.memory_bytes
+
+
+def test_groups_of_shards_straddle_no_nodes():
+    graph, free = residual_mlp(), Pins(mesh={})
+    for gpus_per_node, dp, cp, tp, pp in product((1, 2, 4, 6, 8), (2, 3, 4, 6, 12), (1, 2), (1, 2, 3), (1, 2)):
+        mesh, cluster = Mesh(pp=pp, dp=dp, cp=cp, tp=tp), replace(CLUSTER, gpus_per_node=gpus_per_node)
+        assert shardings_for(graph, mesh, free, cluster) == tuple(shardings(mesh, cluster))
+    of_four = replace(CLUSTER, gpus_per_node=4)
+    assert shardings_for(graph, Mesh(dp=6, pp=2), Pins(mesh={}, zero=3), of_four) == ((3, 1), (3, 3))
 
 
 def test_microbatches_fill_a_pipeline_when_pinned():
