@@ -88,8 +88,10 @@ KempnerForge, buffers of OneFlow's and DeepSpeed's pipelines, Megatron's optimiz
 the runs of vtrain-multi had those is inferred from its times (its runs on one, eight and sixteen tensor-parallel
 ranks then agree within 2%), as are which messages are scattered and what hides where a source does not say. Supported
 by one family alone: the attention rates of A100 and H100 (llm-foundry), everything of H200 (kempnerforge), the 500 W
-H100 (torchtitan), V100 (oneflow for its network, tr3m for nodes of 4), and the nodes of two boards (bloom); the
-sustained rate and memory bandwidth of A100 are shared by seven.
+H100 (torchtitan), V100 (oneflow for its network, tr3m for nodes of 4), and the nodes of two boards (bloom). The
+sustained rate of A100, 0.95, is shared by seven: each alone would choose between 0.91 (bloom) and 0.99
+(korthikanti-t5), 0.93 to 0.97 for the others, and the error of none grows by two points if it is left out of the
+choice; most runs of other sources would choose less.
 
 Kernels (`cost_models/compute.py`, `cost_models/communication.py`, `planner/search/kernels.py`): first generation of
 fused attention at 0.8 of the second (0.7 on A100); misaligned products at 0.076 (batched) and 0.76 of the aligned
