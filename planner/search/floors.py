@@ -6,12 +6,18 @@ optimizers, the exchanges of their gradients and what they hold: the slowest and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
 from ..checkpointing import Checkpointing
-from ..schedules import in_flight, stages_by_rank
+from ..schedules import get_schedule, in_flight, stages_by_rank
 from ..zero import Zero, highest
 from .candidates import Pipeline, always_fills, pipeline_factor
 from .evaluate import Evaluator
+from .least_recompute import least_recomputed
 from .prices import slowest_of_nodes
+from .stage_costs import StageCost
 from .stages_ilp import least_fullest
 
 _ROUNDING = 1e-12  # of sums of seconds
@@ -19,8 +25,37 @@ _ROUNDING = 1e-12  # of sums of seconds
 
 def floor_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute: Checkpointing) -> float:
     """No cut of these placements under this policy gives a faster step; without a pipeline it is the step."""
-    mesh, prices = evaluator.mesh, evaluator.prices
     whole = evaluator.costs.whole(zero, recompute)
+    return _step_seconds(evaluator, pipeline, zero, whole, whole.busy_seconds)
+
+
+def fitting_seconds(
+    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, policies: Sequence[Checkpointing], room_bytes: Sequence[float]
+) -> float:
+    """No cut gives a faster step that fits, whatever of `policies` each block has; inf where none fits.
+
+    `room_bytes`: by pipeline rank.
+    """
+    mesh, (name, per_rank) = evaluator.mesh, pipeline
+    overhead = evaluator.prices.cluster.gpu.overhead_bytes
+    units = evaluator.costs.recomputed(highest(zero), tuple(policies))
+    least = least_recomputed(
+        units,
+        in_flight=in_flight(name, mesh.pp, mesh.microbatches, per_rank),
+        by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
+        room_bytes=[size - overhead for size in room_bytes],
+    )
+    if least == inf:
+        return inf
+    more = least - sum(count * unit.seconds[0] for unit, count in units.items())
+    busy = evaluator.costs.whole(zero, policies[0]).busy_seconds + more
+    # The longer the backward, the more of what runs beside it is hidden.
+    return _step_seconds(evaluator, pipeline, zero, evaluator.costs.whole(zero, policies[-1]), busy)
+
+
+def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float) -> float:
+    """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once."""
+    mesh, prices = evaluator.mesh, evaluator.prices
     after = whole.step_seconds
     started = 0.0
     if mesh.pp > 1:
@@ -30,8 +65,31 @@ def floor_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recomput
             highest(zero) <= 1 and prices.stack.gradient_sync == "exposed" and not prices.cluster.intra_node.measured
         )
         after = (whole.step["optimizer"] + (whole.step["dp"] if is_exposed else 0.0)) / mesh.pp
-    through = whole.busy_seconds * pipeline_factor(mesh, fills=always_fills((pipeline,)))
+    through = busy_seconds * pipeline_factor(mesh, fills=always_fills((pipeline,)))
     return (started + through + after) * slowest_of_nodes(mesh, prices.cluster) * (1 - _ROUNDING)
+
+
+def cut_seconds(
+    evaluator: Evaluator, stages: Sequence[tuple[int, int]], schedule: str, recompute: Checkpointing
+) -> float:
+    """This cut gives no faster step, under this policy or with more blocks that run again.
+
+    A rank waits for the first microbatch to come through the stages before its own, works on every microbatch, and
+    waits for the last to go back, unless it still has gradients of weights to work on.
+    """
+    mesh, order = evaluator.mesh, get_schedule(schedule)
+    through = (0.0, *accumulate(evaluator.costs.by_unit(recompute).seconds))
+    ahead = (0.0, *accumulate(evaluator.costs.by_unit("none").forward_seconds))
+    before = ahead if order.splits_backward else through
+    busy = [0.0] * mesh.pp
+    waiting = [inf] * mesh.pp
+    for stage, (first, last) in enumerate(stages):
+        rank = order.rank_of(stage, mesh.pp)
+        busy[rank] += through[last - 1] - through[max(first, 1) - 1]
+        waiting[rank] = min(waiting[rank], before[max(first, 1) - 1])
+    slowest = max(wait + mesh.microbatches * work for wait, work in zip(waiting, busy, strict=True))
+    started = evaluator.prices.cluster.gpu.pipeline_step_seconds if mesh.pp > 1 else 0.0
+    return (started + slowest) * slowest_of_nodes(mesh, evaluator.prices.cluster) * (1 - _ROUNDING)
 
 
 def floor_bytes(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute: Checkpointing) -> float:

@@ -111,15 +111,22 @@ def stage_bytes(
 
 
 def first_kept_bytes(
-    program: ModelProgram, units: range, kept_of: Callable[[int], Kept], is_view: Callable[[int, int], bool]
-) -> tuple[int, ...]:
-    """Of each unit the bytes of what no unit before it keeps: no stage keeps less than its units have here."""
+    program: ModelProgram,
+    units: range,
+    ways: Sequence[Callable[[int], Kept]],
+    is_view: Callable[[int, int], bool],
+) -> tuple[tuple[int, ...], ...]:
+    """For each way to run units, of each unit the bytes of what no unit before it keeps in any of the ways.
+
+    No stage keeps less than its units have here, each in a way of its own.
+    """
     seen: set[Hashable] = set()
-    found: list[int] = []
-    for unit in _kept_places(program, units, kept_of, is_view):
-        found.append(unit.own_bytes + sum(size for place, size in unit.values if place.key not in seen))
-        seen.update(place.key for place, _ in unit.values)
-    return tuple(found)
+    found: list[list[int]] = [[] for _ in ways]
+    for each in zip(*(_kept_places(program, units, kept_of, is_view) for kept_of in ways), strict=True):
+        for sizes, unit in zip(found, each, strict=True):
+            sizes.append(unit.own_bytes + sum(size for place, size in unit.values if place.key not in seen))
+        seen.update(place.key for unit in each for place, _ in unit.values)
+    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import MIXED, Checkpointing
+from ..checkpointing import MIXED, Checkpointing, name_of
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
@@ -21,7 +21,7 @@ from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
 from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for, written_shares
 from .evaluate import Evaluator
-from .floors import floor_bytes, floor_seconds
+from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
 from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
@@ -38,9 +38,11 @@ _CUT_SECONDS = 20.0  # that the solver may take for one cut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A policy for given placements. `floor_seconds`: no cut is faster."""
+    """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
+    again, is faster than `fitting_seconds`."""
 
     floor_seconds: float
+    fitting_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
     zero: Zero
@@ -50,6 +52,15 @@ class Way:
     def arrangement(self) -> tuple[object, ...]:
         """All but the checkpointing."""
         return self.pipeline, self.zero, self.evaluator.mesh.replicas
+
+    @property
+    def policy(self) -> tuple[Evaluator, Pipeline, Zero, Checkpointing]:
+        return self.evaluator, self.pipeline, self.zero, self.checkpoint
+
+    @property
+    def floor_bytes(self) -> float:
+        """No cut leaves every rank with less."""
+        return floor_bytes(*self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,56 +140,90 @@ class Pricer:
         Raises:
             KeyError, ValueError: the placements cannot be lowered on this mesh.
         """
-        if self.why_not(mesh, placements):
-            return Priced()
+        return self.priced_ways(mesh, tuple(self.ways(mesh, placements, known_seconds)), known_seconds)
+
+    def priced_ways(self, mesh: Mesh, ways: Sequence[Way], known_seconds: float = inf) -> Priced:
+        """What of `ways` on a mesh may beat `known_seconds`."""
         room = max(self.devices.of(mesh).hbm_bytes)
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
-        crowded: list[tuple[float, Way]] = []
+        crowded: list[Way] = []
         best = known_seconds
-        for way in sorted(self._ways(mesh, placements, known_seconds), key=lambda way: way.floor_seconds):
-            if way.floor_seconds >= best:
-                break
+        for way in sorted(ways, key=lambda way: way.fitting_seconds):
+            if way.fitting_seconds >= best:
+                crowded.append(way)
+                continue
             if way.arrangement in roomy:
                 continue
-            least = floor_bytes(way.evaluator, way.pipeline, way.zero, way.checkpoint)
-            candidate = self._candidate(way, best) if least <= room else None
-            candidate = self._recomputed(way, candidate, best, room) or candidate
+            may_fit = way.floor_bytes <= room
+            if not may_fit and way.checkpoint != "none":
+                crowded.append(way)
+                continue
+            cuts = [
+                stages
+                for stages in self._cuts(*way.policy)
+                if cut_seconds(way.evaluator, stages, way.pipeline[0], way.checkpoint) < best
+            ]
+            if not cuts:
+                continue
+            candidate = self._best_cut(cuts, *way.policy, best) if may_fit else None
+            candidate = self._recomputed(way, cuts[0], candidate, best, room) or candidate
             if candidate is not None:
                 found.append(candidate)
             if candidate is not None and candidate.fits:
                 roomy.add(way.arrangement)
                 best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
             else:
-                crowded.append((least, way))
-        if not found:
+                crowded.append(way)
+        if not found and known_seconds == inf:
             # The leanest shows what is missing.
-            for _, way in sorted(crowded, key=lambda item: item[0]):
-                candidate = self._candidate(way, inf)
+            for way in sorted(crowded, key=lambda way: way.floor_bytes):
+                candidate = self.candidate(*way.policy)
                 if candidate is not None:
                     found.append(candidate)
                     break
-        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for _, way in crowded))
+        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for way in crowded))
 
-    def _ways(self, mesh: Mesh, placements: Placements, known_seconds: float) -> Iterator[Way]:
-        """Every policy but those with so much recomputation that the units alone take `known_seconds`."""
+    def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:
+        """Every policy that may beat `known_seconds`, were there memory enough.
+
+        Raises:
+            KeyError, ValueError: the placements cannot be lowered on this mesh.
+        """
+        if self.why_not(mesh, placements):
+            return
         pins = self.setting.pins
         shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        for checkpoint in checkpoints_for(self.setting.graph, pins):
+        hbm_bytes = self.devices.of(mesh).hbm_bytes
+        fitting: dict[tuple[object, ...], float] = {}
+        every = checkpoints_for(self.setting.graph, pins)
+        for checkpoint in every:
             if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
                 break
             for zero, replicas in shardings:
+                evaluator = evaluators[replicas]
                 for pipeline in self.pipelines(mesh, zero, checkpoint):
+                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
+                    if floor >= known_seconds:
+                        continue
+                    key = (pipeline, zero, replicas)
+                    if key not in fitting:
+                        refuse = get_schedule(pipeline[0]).refuse_policies
+                        policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
+                        fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
                     yield Way(
-                        floor_seconds=floor_seconds(evaluators[replicas], pipeline, zero, checkpoint),
-                        evaluator=evaluators[replicas],
+                        floor_seconds=floor,
+                        fitting_seconds=max(floor, fitting[key]),
+                        evaluator=evaluator,
                         pipeline=pipeline,
                         zero=zero,
                         checkpoint=checkpoint,
                     )
 
-    def _recomputed(self, way: Way, candidate: Candidate | None, best: float, room_bytes: int) -> Candidate | None:
+    def _recomputed(
+        self, way: Way, stages: Stages, candidate: Candidate | None, best: float, room_bytes: int
+    ) -> Candidate | None:
         """With as few blocks run again as fit, where `candidate` does not fit without any, or fits with all of them."""
         is_lean = way.checkpoint != "none"
         fits = candidate is not None and candidate.fits
@@ -189,7 +234,7 @@ class Pricer:
             return None
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None
-        stages = candidate.stages if candidate else self._cuts(evaluator, way.pipeline, zero, way.checkpoint)[0]
+        stages = candidate.stages if candidate else stages
         hbm_bytes = self.devices.of(evaluator.mesh).hbm_bytes
         recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
         missing = [0] * len(hbm_bytes)
@@ -204,9 +249,6 @@ class Pricer:
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
         return None
 
-    def _candidate(self, way: Way, known_seconds: float) -> Candidate | None:
-        return self.candidate(way.evaluator, way.pipeline, way.zero, way.checkpoint, known_seconds)
-
     def candidate(
         self,
         evaluator: Evaluator,
@@ -216,9 +258,21 @@ class Pricer:
         known_seconds: float = inf,
     ) -> Candidate | None:
         """One policy under its best cut; None where the schedule would lose gradients."""
+        cuts = self._cuts(evaluator, pipeline, zero, checkpoint)
+        return self._best_cut(cuts, evaluator, pipeline, zero, checkpoint, known_seconds)
+
+    def _best_cut(
+        self,
+        cuts: Sequence[Stages],
+        evaluator: Evaluator,
+        pipeline: Pipeline,
+        zero: Zero,
+        checkpoint: Checkpointing,
+        known_seconds: float,
+    ) -> Candidate | None:
         found = [
             self._costed(evaluator, stages, pipeline[0], zero, checkpoint, known_seconds)
-            for stages in self._cuts(evaluator, pipeline, zero, checkpoint)
+            for stages in cuts
             if not loses_weights(evaluator.program, pipeline[0], stages)
         ]
         return next(iter(best_of(found)), None)

@@ -21,6 +21,7 @@ from ..zero import highest
 from .assignment import NoAssignment
 from .candidates import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
+from .least_memory import states_of
 from .problem import Built
 from .step_model import Policy
 from .step_uses import Uses
@@ -121,9 +122,13 @@ class Refiner:
             return
         if joint is None:
             return
+        gpu, states = self.setting.cluster.gpu, states_of(self.setting)
+        room = gpu.hbm_bytes - gpu.overhead_bytes
         shardings = shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster)
         for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
             if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
+                continue
+            if states.held(mesh, highest(zero), mesh.state_ranks // replicas) > room:
                 continue
             policy = Policy(
                 stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas

@@ -13,12 +13,13 @@ from functools import cached_property
 from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
-from ..checkpointing import Checkpointing
+from ..checkpointing import POLICIES, Checkpointing
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
 from ..zero import KEPT, Zero, highest
 from .holdings import Holdings, stage_holdings
+from .least_recompute import Recomputed
 from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES
@@ -83,10 +84,11 @@ class PricedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAmounts:
-    """By unit, without the prelude: seconds of both directions, and bytes kept of one microbatch; the most bytes that
-    one works with."""
+    """By unit, without the prelude: seconds of both directions and of the forward, and bytes kept of one microbatch;
+    the most bytes that one works with."""
 
     seconds: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     working_bytes: int
 
@@ -119,6 +121,9 @@ class StageCosts:
     _states: dict[Zero, tuple[float, ...]] = field(default_factory=dict, init=False)
     _wholes: dict[tuple[Zero, Checkpointing], StageCost] = field(default_factory=dict, init=False)
     _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float]]] = field(
+        default_factory=dict, init=False
+    )
+    _recomputed: dict[tuple[int, tuple[Checkpointing, ...]], Counter[Recomputed]] = field(
         default_factory=dict, init=False
     )
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
@@ -263,6 +268,7 @@ class StageCosts:
             units = [self.units.unit(index, recompute=recompute) for index in range(1, last)]
             known[key] = UnitAmounts(
                 seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
+                forward_seconds=tuple(unit.forward.total for unit in units),
                 kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
                 working_bytes=max(unit.working_bytes for unit in units),
             )
@@ -324,11 +330,26 @@ class StageCosts:
         return max(0.0, states + moving * (1 + FRAGMENTATION_FRACTION) - _BYTES_OF_ROUNDING)
 
     def _least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
-        known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local, recompute)
+        known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local)
         if key not in known:
-            kept = self.units.first_kept_bytes(recompute=recompute)
-            known[key] = tuple(size * (1 + FRAGMENTATION_FRACTION) for size in kept)
-        return known[key]
+            kept = self.units.first_kept_bytes(POLICIES)
+            known[key] = {
+                policy: tuple(size * (1 + FRAGMENTATION_FRACTION) for size in sizes)
+                for policy, sizes in zip(POLICIES, kept, strict=True)
+            }
+        if isinstance(recompute, str):
+            return known[key][recompute]
+        return tuple(known[key][policy][index] for index, policy in enumerate(recompute[1:]))
+
+    def recomputed(self, zero: int, policies: tuple[Checkpointing, ...]) -> Counter[Recomputed]:
+        """How many units but the prelude there are by what they take at least under each policy."""
+        key = zero, policies
+        if key not in self._recomputed:
+            states = self._by_template(lambda index: self._least_unit_states(index, zero))
+            kept = zip(*map(self._least_kept, policies), strict=True)
+            seconds = zip(*(self.by_unit(policy).seconds for policy in policies), strict=True)
+            self._recomputed[key] = Counter(map(Recomputed, states, kept, seconds))
+        return self._recomputed[key]
 
     # --- messages ---
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from math import inf, log10
+from typing import NamedTuple
 
 from ...cost_models.errors import AutoparError
 from ..sharding.mesh import SPLIT_AXES, Mesh
@@ -33,7 +35,7 @@ from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
 from .placing import Placer
 from .prices import in_precision
-from .pricing import Pricer, best_of
+from .pricing import Pricer, Way, best_of
 from .problem import Rules, Space
 from .rank_speeds import Devices, devices_of
 from .refine import Refiner
@@ -47,7 +49,8 @@ _MEMORY_PRICES = (0.1, 1.0, 10.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
-_FIRST_TRIES = 2  # of each kind of mesh, until something fits
+_FIRST_TRIES = 2  # of each kind of mesh, while steps may get much faster still
+_FAR = 0.8
 _NUM_RUNNERS = 8  # that are simulated though they lose
 
 
@@ -68,6 +71,14 @@ def some_plan(setting: Setting) -> Candidate | None:
         AutoparError: as `search`.
     """
     return _Sweep(setting, lambda text: None).some_plan()
+
+
+class _Entry(NamedTuple):
+    """A mesh under a labelling, whose units keep its ranks busy for `least_seconds` a step."""
+
+    mesh: Mesh
+    labelling: int
+    least_seconds: float
 
 
 @dataclass
@@ -230,63 +241,79 @@ class _Sweep:
             if bounds[mesh] < self.best_seconds:
                 inner = tuple(mesh.sizes[name] for name in SPLIT_AXES[1:])
                 alike.setdefault((*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches), []).append(mesh)
-        entries: list[tuple[float, int, Mesh, int]] = []
+        entries: list[_Entry] = []
+        queue: list[tuple[bool, float, int, tuple[Way, ...]]] = []
         slow: list[tuple[int, ...]] = []
         for kind in sorted(alike):
             # What is slow already gets no faster where it is split further.
             if any(all(a <= b for a, b in zip(other, kind, strict=True)) for other in slow):
                 continue
-            least = self._enter(alike[kind], since, entries)
-            if least >= self.best_seconds:
+            new = self._enter(alike[kind], since)
+            if min((entry.least_seconds for entry in new), default=inf) >= self.best_seconds:
                 slow.append(kind)
-            elif self.best_seconds == inf:
-                new = entries[-len(alike[kind]) :]
-                for _, _, mesh, labelling in new[:: max(1, len(new) // _FIRST_TRIES)]:
-                    self._try(mesh, labelling)
+                continue
+            for position, entry in enumerate(new):
+                is_lean, seconds = entry.labelling in self.placer.lean, max(entry.least_seconds, bounds[entry.mesh])
+                ways: tuple[Way, ...] = ()
+                if position % max(1, len(new) // _FIRST_TRIES) == 0 and seconds < self.best_seconds:
+                    ways = self._ways(entry)
+                    seconds = min((way.fitting_seconds for way in ways), default=inf)
+                    if ways and seconds < _FAR * self.best_seconds or self.best_seconds == inf:
+                        self._try(entry, ways)
+                        continue
+                heappush(queue, (is_lean, seconds, len(entries), ways))
+                entries.append(entry)
         # Labellings that spare memory come last: they are for meshes on which the quickest does not fit.
-        ordered = sorted(entries, key=lambda entry: (entry[3] in self.placer.lean, entry))
-        for position, (least, _, mesh, labelling) in enumerate(ordered):
-            if self._is_late():
-                break
-            if max(least, bounds[mesh]) < self.best_seconds:
+        while queue and not self._is_late():
+            is_lean, least, position, ways = heappop(queue)
+            if least >= self.best_seconds:
+                continue
+            if ways:
                 self.progress(f"pricing mesh {position + 1} of {len(entries)}")
-                self._try(mesh, labelling)
+                self._try(entries[position], ways)
+            elif ways := self._ways(entries[position]):
+                heappush(queue, (is_lean, min(way.fitting_seconds for way in ways), position, ways))
 
-    def _enter(self, meshes: Sequence[Mesh], since: int, entries: list[tuple[float, int, Mesh, int]]) -> float:
-        """List meshes of equal local sizes under the labellings they may take; the least seconds of any.
+    def _enter(self, meshes: Sequence[Mesh], since: int) -> list[_Entry]:
+        """Meshes of equal local sizes under the labellings they may take.
 
         Their ranks are busy equally long: with more stages fewer of them share the samples.
         """
-        found = inf
+        found: list[_Entry] = []
         for labelling in self.placer.known(meshes[0], since):
             try:
                 least = self.pricer.evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
             except (KeyError, ValueError):
                 continue  # they lack a conversion, or a split that divides
-            found = min(found, least)
             for mesh in meshes:
                 self.estimates.setdefault(mesh, least)
-                entries.append((least, len(entries), mesh, labelling))
+                found.append(_Entry(mesh, labelling, least))
         return found
 
-    def _try(self, mesh: Mesh, labelling: int) -> None:
-        """Price what another mesh has found."""
-        is_lean = labelling in self.placer.lean
+    def _ways(self, entry: _Entry) -> tuple[Way, ...]:
+        """The policies of a mesh under what another one has found, each mesh and labelling once."""
+        mesh, labelling = entry.mesh, entry.labelling
         if (mesh, labelling) in self.tried or not self.placer.may_take(mesh, labelling):
-            return
-        if is_lean and mesh in self.roomy:
-            return
+            return ()
+        if labelling in self.placer.lean and mesh in self.roomy:
+            return ()
         self.tried.add((mesh, labelling))
         try:
-            every = self.pricer.priced(mesh, self.placer.taken(mesh, labelling), self.best_seconds)
+            return tuple(self.pricer.ways(mesh, self.placer.taken(mesh, labelling), self.best_seconds))
         except (KeyError, ValueError):
-            return
+            return ()
+
+    def _try(self, entry: _Entry, ways: Sequence[Way]) -> None:
+        """Price them."""
+        mesh = entry.mesh
+        every = self.pricer.priced_ways(mesh, ways, self.best_seconds)
         if not every.candidates:
+            self.leanest.setdefault(mesh, min(int(way.floor_bytes) for way in ways))
             return
         priced = every.best
         leanest = min(candidate.cost.memory_bytes for candidate in every.candidates)
         self.leanest[mesh] = min(self.leanest.get(mesh, leanest), leanest)
-        if priced[0].fits and not is_lean:
+        if priced[0].fits and entry.labelling not in self.placer.lean:
             self.roomy.add(mesh)
         if priced[0].fits:
             self.estimates[mesh] = min(self.estimates.get(mesh, inf), priced[0].cost.step_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -177,12 +177,17 @@ class UnitCosts:
             lambda index, position: self._edge(index, position)[2],
         )
 
-    def first_kept_bytes(self, *, recompute: Checkpointing) -> tuple[int, ...]:
-        """Of every unit but the prelude what autograd keeps of one microbatch for no unit before it."""
+    def first_kept_bytes(self, policies: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Under each policy, of every unit but the prelude what autograd keeps of one microbatch for no unit before it,
+        whatever the policies of those."""
+
+        def kept_under(policy: str) -> Callable[[int], Kept]:
+            return lambda index: self.unit(index, recompute=policy).kept
+
         return first_kept_bytes(
             self.program,
             range(1, len(self.graph.units)),
-            lambda index: self.unit(index, recompute=recompute).kept,
+            [kept_under(policy) for policy in policies],
             lambda index, position: self._edge(index, position)[2],
         )
 

@@ -1,17 +1,20 @@
 """No cut is faster than the floor of its policy, or needs less: over every cut of small pipelines."""
 
-from itertools import combinations
+from itertools import combinations, product
+from math import inf
 
 import pytest
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
+from autopar.planner.checkpointing import POLICIES
 from autopar.planner.schedules import get_schedule
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.evaluate import Evaluator
-from autopar.planner.search.floors import floor_bytes, floor_seconds
+from autopar.planner.search.floors import fitting_seconds, floor_bytes, floor_seconds
 from autopar.planner.search.prices import Prices
 from autopar.planner.search.problem import Space
 from autopar.planner.sharding.mesh import MICROBATCH, Mesh
+from graphs import residual_mlp
 from random_graphs import random_graph
 
 CLUSTER, STACK = load_cluster("h100-sxm"), load_stack("eager")
@@ -67,3 +70,34 @@ def test_every_cut_is_slower_and_fuller(seed):
                         if pp == 1:
                             assert least_seconds == pytest.approx(cost.step_seconds)
     assert looked_at
+
+
+@pytest.mark.parametrize(("pp", "dp", "microbatches"), [(1, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 4)])
+def test_what_fits_is_slower_whatever_runs_again(pp, dp, microbatches):
+    graph = residual_mlp(batch=8192, width=256, hidden=1024, depth=3)
+    units, tight = len(graph.units), 0
+    mixes = list(
+        product(*(POLICIES if graph.templates[unit.template].is_module else ("none",) for unit in graph.units))
+    )
+    priced = evaluator(graph, Mesh(pp=pp, dp=dp, microbatches=microbatches))
+    for pipeline in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)) if pp > 1 else (("none", 1),):
+        num_stages = pp * pipeline[1]
+        if get_schedule(pipeline[0]).refuse(pp, pipeline[1], microbatches):
+            continue
+        for zero in (0, 2, 3) if dp > 1 else (0,):
+            costs = [
+                priced.evaluate(
+                    tuple(zip((0, *ends), (*ends, units), strict=True)),
+                    schedule=pipeline[0], zero=zero, activation_checkpoint=mix,
+                )
+                for ends in combinations(range(2, units), num_stages - 1)
+                for mix in mixes
+            ]  # fmt: skip
+            plain = floor_seconds(priced, pipeline, zero, "none")
+            rooms = sorted({cost.memory_bytes for cost in costs})
+            for room in rooms[:: max(1, len(rooms) // 8)]:
+                least = fitting_seconds(priced, pipeline, zero, POLICIES, [room] * pp)
+                assert least <= min(cost.step_seconds for cost in costs if cost.memory_bytes <= room)
+                tight += least > plain
+            assert fitting_seconds(priced, pipeline, zero, POLICIES, [rooms[0] / 2] * pp) == inf
+    assert tight
