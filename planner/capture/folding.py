@@ -154,7 +154,7 @@ def _assembled(
         name=name,
         batch_size=batch_size,
         inputs=flat.inputs,
-        templates=_without_shared_insides(templates, units),
+        templates=_with_true_modules(templates, units),
         units=units,
         loss=values[flat.loss],
         tensors=tensors,
@@ -163,13 +163,14 @@ def _assembled(
     )
 
 
-def _without_shared_insides(templates: Sequence[Template], units: Sequence[Unit]) -> tuple[Template, ...]:
-    """No module of its own where others read a tensor inside it: they would need it when its module does not run."""
+def _with_true_modules(templates: Sequence[Template], units: Sequence[Unit]) -> tuple[Template, ...]:
+    """No module of its own where it is the whole model, where its calls compute different things, or where others read
+    a tensor inside it: they would need it when its module does not run."""
     inside: dict[str, set[int]] = {}
     for unit in units:
         if templates[unit.template].is_module:
             inside.setdefault(unit.fqn, set()).add(unit.template)
-    opened: set[int] = set()
+    opened = {template for fqn, alike in inside.items() if not fqn or len(alike) > 1 for template in alike}
     for unit in units:
         for _, tensor in unit.tensors:
             above = tensor

@@ -298,6 +298,9 @@ def _refusal(space: Space, sizes: Mapping[str, int], pins: Pins) -> str:
     if pieces > num_cuttable(graph):
         each = f" with {pins.stages_per_rank} stages per rank" if pieces > pp else ""
         return f"pp={pp}{each} needs {pieces} pieces, the model has {num_cuttable(graph)}"
+    if (pins.zero not in (None, 0, 1) or pins.zero_shard_size is not None) and (mixed := mixed_dtypes(graph)):
+        stage = f"zero={pins.zero}" if pins.zero is not None else f"zero-shard-size={pins.zero_shard_size}"
+        return f"{stage} is FSDP2's, which shards parameters of one dtype together, and {mixed}"
     if pins.zero and dp * cp == 1:
         return f"zero={pins.zero} splits over dp and cp, and dp=1, cp=1"
     if pins.zero_shard_size is not None and dp * cp == 1:
@@ -416,6 +419,8 @@ def shardings_for(graph: ModelGraph, mesh: Mesh, pins: Pins, cluster: Cluster) -
     for zero in (pinned_zero(graph, pins),) if isinstance(pins.zero, str) else zeros_for(mesh, pins):
         if highest(zero) < 2:
             sizes = [mesh.dp] if pins.zero_shard_size is None else []
+        elif pins.zero is None and mixed_dtypes(graph):
+            sizes = []
         elif pins.zero_shard_size is not None:
             sizes = [pins.zero_shard_size // mesh.cp]
         else:
@@ -431,6 +436,18 @@ def _near_ranks(mesh: Mesh, gpus_per_node: int) -> int:
     if mesh.world_size <= gpus_per_node or gpus_per_node % stride:
         return mesh.dp
     return gcd(mesh.dp, gpus_per_node // stride)
+
+
+def mixed_dtypes(graph: ModelGraph) -> str:
+    """What keeps FSDP2 from sharding the model: which block trains parameters of several dtypes; "" if none does."""
+    outside: set[str] = set()
+    for template in graph.templates:
+        parameters = template.of_kind(Kind.PARAMETER)
+        dtypes = {node.output.dtype for node in parameters if node.output.requires_grad}
+        if template.is_module and len(dtypes) > 1:
+            return f"{template.pattern} trains {' and '.join(sorted(dtypes))}"
+        outside |= set() if template.is_module else dtypes
+    return f"{' and '.join(sorted(outside))} are trained outside of blocks" if len(outside) > 1 else ""
 
 
 def pinned_zero(graph: ModelGraph, pins: Pins) -> Zero:

@@ -236,11 +236,8 @@ def _once_a_step(
     for axis in loss_axes(program):
         yield axis, "all_reduce", ITEM_BYTES[graph.type_of(graph.loss).dtype], "loss", 1
     if mesh.world_size > 1:
-        norm = (
-            "float64"
-            if any(p.dtype in ("float64", "complex128") for each in held.values() for p in each)
-            else "float32"
-        )
+        dtypes = {parameter.dtype for each in held.values() for parameter in each}
+        norm = "float64" if dtypes & {"float64", "complex128"} else "float32"
         yield WORLD, "all_reduce", ITEM_BYTES[norm], "clip", 1
 
 

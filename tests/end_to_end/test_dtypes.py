@@ -1,11 +1,13 @@
 """Parameters of other dtypes than float32, empty ones, and losses of other shapes than (): verified as they are."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 from autopar.compiler.package import emit_package
 from autopar.compiler.verify import verify
 from autopar.planner.driver import PlanRequest, make_plan
+from autopar.planner.errors import AutoparError
 
 NET = """
 import torch
@@ -55,3 +57,27 @@ def test_each_tensor_keeps_its_dtype(tmp_path, mesh, pins):
     report = verify(made.plan, tmp_path / "package", graph=made.graph, timeout_seconds=240.0)
     assert report.ok, "\n".join(report.lines())
     assert report.dtype == "float32"
+
+
+def test_fsdp_is_not_offered_for_blocks_of_several_dtypes(tmp_path):
+    model = tmp_path / "net.py"
+    model.write_text(NET)
+    request = PlanRequest(model=str(model), gpus=4, mesh={"dp": 4})
+    assert make_plan(request).plan.zero <= 1
+    with pytest.raises(AutoparError, match=r"zero=3 is FSDP2's, .* bfloat16 and complex64 and float32 and float64 are"):
+        make_plan(replace(request, zero=3))
+
+
+@pytest.mark.gloo
+def test_a_model_that_is_one_block_is_gathered_as_what_lies_outside_of_blocks(tmp_path):
+    model = tmp_path / "net.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.w = nn.Parameter(torch.randn(8, 8))\n    def forward(self, x):\n"
+        "        return (x @ self.w).square().mean()\n"
+        "def example_inputs(batch_size=8):\n    return (torch.randn(batch_size, 8),)\n"
+    )
+    made = make_plan(PlanRequest(model=str(model), gpus=2, mesh={"dp": 2}, zero=3))
+    emit_package(made.plan, made.graph, tmp_path / "package", force=False)
+    report = verify(made.plan, tmp_path / "package", graph=made.graph, timeout_seconds=240.0)
+    assert report.ok, "\n".join(report.lines())

@@ -109,13 +109,9 @@ class Modules:
     def blocks(self) -> dict[int, str]:
         """Template index -> class name, for templates that are modules of their own."""
         taken: set[str] = set(CLASSES)
-        fqns: dict[str, set[int]] = {}
-        for unit in self.graph.units[1:]:
-            fqns.setdefault(unit.fqn, set()).add(unit.template)
         names: dict[int, str] = {}
         for index, template in enumerate(self.graph.templates):
-            units = self.units_of(index)
-            if not template.is_module or not units or any(len(fqns[u.fqn]) > 1 or not u.fqn for u in units):
+            if not template.is_module or not self.units_of(index):
                 continue
             name = base = identifier(template.name, "Block")
             number = 2
