@@ -231,6 +231,13 @@ class Evaluator:
         """Why the placements let no dp rank take more microbatches than another; "" where they do."""
         return why_even(self.program)
 
+    def ranks(
+        self, stages: Sequence[tuple[int, int]], *, schedule: str, zero: Zero, activation_checkpoint: Checkpointing
+    ) -> list[PipelineRank]:
+        """Every pipeline rank at the pace of the slowest."""
+        work = _Work(tuple(stages), get_schedule(schedule), zero, activation_checkpoint)
+        return self._ranks(work, self.slowdown, self.mesh.microbatches)
+
     def _ranks(self, work: _Work, pace: tuple[float, ...], microbatches: int) -> list[PipelineRank]:
         """Every pipeline rank; those with equal stages and messages are one object. `pace`: as `slowdown`."""
         ranks, stages, order, zero = self.mesh.pp, work.stages, work.order, work.zero

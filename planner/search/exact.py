@@ -1,6 +1,7 @@
 """All choices together, nothing pruned that is not proven: the search behind `--exact`.
 
-A leaf is a mesh, a number of microbatches, a cut, a schedule, a ZeRO stage and recomputation of every block; its
+A leaf is a mesh, a number of microbatches, a cut, a schedule, a ZeRO stage and recomputation of every block; one of
+ZeRO-3 stands for the mixes of ZeRO-2 and ZeRO-3 too, whose bounds are its own, and prices under the best of them. Its
 placements over all axes are the integer program of `step_model.py`, whose optimum no plan of the leaf beats. Leaves
 whose bound reaches the best plan known are dropped. In a leaf that is left, the program gives one assignment after the
 other, cheapest first; each is lowered, priced and checked against memory as any plan is, and then forbidden, until the

@@ -3,7 +3,7 @@
 A policy is a ZeRO stage and its groups, activation checkpointing, and a pipeline. Those with the lowest floor come
 first (`floors.py`); what surely does not fit or beat the best known is neither cut nor priced. Recomputation only costs
 time: where a policy fits, the same with more of it is left out, and where it does not, as few blocks run again as it
-takes (`recompute.py`).
+takes (`recompute.py`). Where ZeRO-3 fits and ZeRO-2 does not, as many blocks are under ZeRO-2 as fit (`resharding.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..checkpointing import MIXED, Checkpointing, name_of
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
-from ..zero import Zero, highest
+from ..zero import FREED, KEPT, Zero, highest
 from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
 from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for, written_shares
@@ -26,6 +26,7 @@ from .prices import Prices
 from .problem import Space
 from .rank_speeds import Devices
 from .recompute import Recomputation
+from .resharding import Resharding
 from .shared import Shared
 from .split_backward import loses_weights
 from .stages_ilp import Cutting, best_cut
@@ -39,19 +40,27 @@ _CUT_SECONDS = 20.0  # that the solver may take for one cut
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
-    again, is faster than `fitting_seconds`."""
+    again, is faster than `fitting_seconds`: nor one where some blocks are under ZeRO-2 instead of ZeRO-3, and if none
+    are, than `uniform_seconds`. `level`: how much runs again, 0 for the least."""
 
     floor_seconds: float
     fitting_seconds: float
+    uniform_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
     zero: Zero
     checkpoint: Checkpointing
+    level: int
 
     @property
     def arrangement(self) -> tuple[object, ...]:
         """All but the checkpointing."""
         return self.pipeline, self.zero, self.evaluator.mesh.replicas
+
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """The arrangement under ZeRO-2."""
+        return self.pipeline, KEPT, self.evaluator.mesh.replicas
 
     @property
     def policy(self) -> tuple[Evaluator, Pipeline, Zero, Checkpointing]:
@@ -147,13 +156,15 @@ class Pricer:
         room = max(self.devices.of(mesh).hbm_bytes)
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
+        levels: dict[tuple[object, ...], int] = {}  # from which on arrangements fit as they are
         crowded: list[Way] = []
         best = known_seconds
         for way in sorted(ways, key=lambda way: way.fitting_seconds):
             if way.fitting_seconds >= best:
                 crowded.append(way)
                 continue
-            if way.arrangement in roomy:
+            mixes = way.fitting_seconds < way.uniform_seconds and levels.get(way.kept, inf) > way.level
+            if way.arrangement in roomy or (way.uniform_seconds >= best and not mixes):
                 continue
             may_fit = way.floor_bytes <= room
             if not may_fit and way.checkpoint != "none":
@@ -167,7 +178,11 @@ class Pricer:
             if not cuts:
                 continue
             candidate = self._best_cut(cuts, *way.policy, best) if may_fit else None
+            if candidate is not None and candidate.fits:
+                levels[way.arrangement] = min(way.level, levels.get(way.arrangement, way.level))
             candidate = self._recomputed(way, cuts[0], candidate, best, room) or candidate
+            if candidate is not None and candidate.fits and mixes:
+                candidate = self._mixed(way.evaluator, candidate, best)
             if candidate is not None:
                 found.append(candidate)
             if candidate is not None and candidate.fits:
@@ -198,28 +213,48 @@ class Pricer:
         hbm_bytes = self.devices.of(mesh).hbm_bytes
         fitting: dict[tuple[object, ...], float] = {}
         every = checkpoints_for(self.setting.graph, pins)
-        for checkpoint in every:
+
+        def fits(evaluator: Evaluator, pipeline: Pipeline, zero: Zero) -> float:
+            key = (pipeline, zero, evaluator.mesh.replicas)
+            if key not in fitting:
+                refuse = get_schedule(pipeline[0]).refuse_policies
+                policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
+                fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
+            return fitting[key]
+
+        for level, checkpoint in enumerate(every):
             if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
                 break
             for zero, replicas in shardings:
                 evaluator = evaluators[replicas]
+                least = KEPT if zero == FREED and self._may_mix(evaluator) else zero
                 for pipeline in self.pipelines(mesh, zero, checkpoint):
-                    floor = floor_seconds(evaluator, pipeline, zero, checkpoint)
+                    floor = floor_seconds(evaluator, pipeline, least, checkpoint)
                     if floor >= known_seconds:
                         continue
-                    key = (pipeline, zero, replicas)
-                    if key not in fitting:
-                        refuse = get_schedule(pipeline[0]).refuse_policies
-                        policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
-                        fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
+                    uniform = floor if least == zero else floor_seconds(evaluator, pipeline, zero, checkpoint)
                     yield Way(
                         floor_seconds=floor,
-                        fitting_seconds=max(floor, fitting[key]),
+                        fitting_seconds=max(floor, fits(evaluator, pipeline, least)),
+                        uniform_seconds=max(uniform, fits(evaluator, pipeline, zero)),
                         evaluator=evaluator,
                         pipeline=pipeline,
                         zero=zero,
                         checkpoint=checkpoint,
+                        level=level,
                     )
+
+    def _may_mix(self, evaluator: Evaluator) -> bool:
+        """Whether blocks may be under ZeRO-2 and under ZeRO-3, and it makes a difference to memory."""
+        return self.setting.pins.zero is None and evaluator.costs.memory.frees_parameters
+
+    def _mixed(self, evaluator: Evaluator, candidate: Candidate, best: float) -> Candidate:
+        """With the blocks under ZeRO-2 for which `candidate`, all of it under ZeRO-3, has room."""
+        stages, schedule, checkpoint = candidate.stages, candidate.schedule, candidate.activation_checkpoint
+        zero = Resharding(evaluator, stages, schedule, checkpoint, candidate.hbm_bytes).fastest()
+        if zero is None or zero == FREED:
+            return candidate
+        return best_of([self._costed(evaluator, stages, schedule, zero, checkpoint, best), candidate])[0]
 
     def _recomputed(
         self, way: Way, stages: Stages, candidate: Candidate | None, best: float, room_bytes: int
@@ -278,16 +313,18 @@ class Pricer:
         return next(iter(best_of(found)), None)
 
     def leaf(self, mesh: Mesh, placements: Placements, policy: Policy, known_seconds: float) -> Candidate | None:
-        """A policy with its cut; None where the conversions of two axes do not go together."""
+        """A policy with its cut, ZeRO-3 or the best mix; None where the conversions of two axes do not go together."""
         try:
             evaluator = self.evaluator(replace(mesh, replicas=policy.replicas), placements)
             assert policy.stages is not None
             assert policy.zero is not None
             if loses_weights(evaluator.program, policy.schedule, policy.stages) or self.why_not(mesh, placements):
                 return None
-            return self._costed(
+            found = self._costed(
                 evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint, known_seconds
             )
+            is_mixed = policy.zero == FREED and self._may_mix(evaluator)
+            return self._mixed(evaluator, found, known_seconds) if is_mixed else found
         except (KeyError, ValueError):
             return None
 

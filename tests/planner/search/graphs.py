@@ -72,3 +72,40 @@ def residual_mlp(
         loss=Value(depth + 1, 0),
         tensors=tensors,
     )
+
+
+def chain(depth: int, *, batch: int, width: int, has_gelu: bool = True) -> ModelGraph:
+    """Equal blocks, each a product with a gelu behind it if there is one, and a loss."""
+    shape = (batch, width)
+    features = leaf("features", Kind.INPUT, value(*shape, grad=False))
+
+    def block(name: str, *, grad: bool) -> Template:
+        given = leaf("x", Kind.INPUT, value(*shape, grad=grad))
+        weight = leaf("weight", Kind.PARAMETER, value(width, width))
+        product_ = op("product", "aten.linear.default", (Ref("x"), Ref("weight")), value(*shape))
+        gelu = (op("gelu", "aten.gelu.default", (Ref("product"),), value(*shape)),) if has_gelu else ()
+        nodes = (given, weight, product_, *gelu)
+        return Template(name=name, pattern="h.*", nodes=nodes, outputs=(Ref(nodes[-1].name),), is_module=True)
+
+    loss = (leaf("x", Kind.INPUT, value(*shape)), op("loss", "aten.sum.default", (Ref("x"),), value()))
+    templates = (
+        Template(name="Prelude", pattern="", nodes=(features,), outputs=(Ref("features"),)),
+        block("First", grad=False),
+        block("Block", grad=True),
+        Template(name="Loss", pattern="", nodes=loss, outputs=(Ref("loss"),)),
+    )
+    units = [Unit(template=0, fqn="", inputs=())]
+    for index in range(depth):
+        tensors = (("weight", f"h.{index}.weight"),)
+        template = 2 if index else 1
+        units.append(Unit(template=template, fqn=f"h.{index}", inputs=(Value(index, 0),), tensors=tensors))
+    units.append(Unit(template=3, fqn="", inputs=(Value(depth, 0),)))
+    return ModelGraph(
+        name="chain",
+        batch_size=batch,
+        inputs=(ModelInput(name="features", type=features.output, batch_dim=0),),
+        templates=templates,
+        units=tuple(units),
+        loss=Value(depth + 1, 0),
+        tensors={f"h.{index}.weight": ParameterInfo(type=value(width, width)) for index in range(depth)},
+    )

@@ -30,6 +30,7 @@ class Price:
     rank_memory: tuple[int, ...]  # by pipeline rank
     what: str
     policies: tuple[str, ...] = ()  # of the blocks
+    zeros: tuple[int, ...] = ()  # likewise
 
     @property
     def memory_bytes(self) -> int:
@@ -104,7 +105,8 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
     units = len(graph.units)
     # Each block by itself, whatever stage it is on.
     are_blocks = [graph.templates[unit.template].is_module for unit in graph.units]
-    policies = list(product(*(("none", "selective", "full") if each else ("none",) for each in are_blocks)))
+    allowed = ("none", "selective", "full") if pins.activation_checkpoint is None else (pins.activation_checkpoint,)
+    policies = list(product(*(allowed if each else ("none",) for each in are_blocks)))
     for placements in every_placement(graph, mesh, batch_labels):
         evaluators = {
             (replicas, ()): Evaluator(
@@ -131,7 +133,9 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
                 for zero, replicas in shardings(mesh, cluster):
                     if pins.zero not in (None, zero):
                         continue
-                    for checkpoint in policies:
+                    mixes = list(product(*((2, 3) if each else (3,) for each in are_blocks)))
+                    stages_of = mixes if zero == 3 and pins.zero is None else [(zero,) * units]
+                    for checkpoint, by_unit in product(policies, stages_of):
                         if schedule.startswith("zero-bubble") and (zero == 3 or any(p != "none" for p in checkpoint)):
                             continue  # the backward is split
                         blocks = tuple(p for p, each in zip(checkpoint, are_blocks, strict=True) if each)
@@ -142,15 +146,19 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
                                 )
                             try:
                                 cost = evaluators[replicas, shares].evaluate(
-                                    stages, schedule=schedule, zero=zero, activation_checkpoint=checkpoint
+                                    stages, schedule=schedule, zero=of_all(by_unit), activation_checkpoint=checkpoint
                                 )
                             except (KeyError, ValueError):
                                 continue
-                            what = (
-                                f"{mesh} {stages} {schedule} zero={zero}/{replicas} {checkpoint} {shares} {placements}"
-                            )
+                            policy = f"{schedule} zero={by_unit}/{replicas} {checkpoint} {shares}"
+                            what = f"{mesh} {stages} {policy} {placements}"
                             memory = tuple(each["total"] for each in cost.rank_memory)
-                            yield Price(cost.step_seconds, memory, what, blocks)
+                            zeros = tuple(z for z, each in zip(by_unit, are_blocks, strict=True) if each)
+                            yield Price(cost.step_seconds, memory, what, blocks, zeros)
+
+
+def of_all(by_unit: tuple[int, ...]) -> int | tuple[int, ...]:
+    return by_unit[0] if by_unit[0] < 3 else by_unit
 
 
 def all_shares(

@@ -1,21 +1,14 @@
 """As few blocks run again as memory asks for: against every choice there is, alone and in whole searches."""
 
 import random
-from dataclasses import replace
 from itertools import product
 
 import pytest
-from autopar.cost_models.hardware import load_cluster
-from autopar.cost_models.stacks import load_stack
-from autopar.planner.capture.graph import Kind, ModelGraph, ModelInput, ParameterInfo, Ref, Template, Unit, Value
 from autopar.planner.checkpointing import POLICIES
 from autopar.planner.search.candidates import Pins
 from autopar.planner.search.recompute import Blocks, every_mix, least_seconds
-from autopar.planner.search.sweep import Setting, search
-from graphs import leaf, op, value
-from oracle import Machine, every_plan
-
-CLUSTER, STACK = load_cluster("h100-sxm"), load_stack("eager")
+from graphs import chain
+from limits import compare
 
 
 def random_blocks(rng: random.Random) -> Blocks:
@@ -48,42 +41,6 @@ def test_the_fewest_seconds_are_those_of_every_choice(seed):
     assert (None if found is None else found[0]) == best
 
 
-def chain(depth: int, *, batch: int, width: int) -> ModelGraph:
-    """Equal blocks, each a product with a gelu behind it, and a loss."""
-    shape = (batch, width)
-    features = leaf("features", Kind.INPUT, value(*shape, grad=False))
-
-    def block(name: str, *, grad: bool) -> Template:
-        given = leaf("x", Kind.INPUT, value(*shape, grad=grad))
-        weight = leaf("weight", Kind.PARAMETER, value(width, width))
-        product_ = op("product", "aten.linear.default", (Ref("x"), Ref("weight")), value(*shape))
-        nodes = (given, weight, product_, op("gelu", "aten.gelu.default", (Ref("product"),), value(*shape)))
-        return Template(name=name, pattern="h.*", nodes=nodes, outputs=(Ref("gelu"),), is_module=True)
-
-    loss = (leaf("x", Kind.INPUT, value(*shape)), op("loss", "aten.sum.default", (Ref("x"),), value()))
-    templates = (
-        Template(name="Prelude", pattern="", nodes=(features,), outputs=(Ref("features"),)),
-        block("First", grad=False),
-        block("Block", grad=True),
-        Template(name="Loss", pattern="", nodes=loss, outputs=(Ref("loss"),)),
-    )
-    units = [Unit(template=0, fqn="", inputs=())]
-    for index in range(depth):
-        tensors = (("weight", f"h.{index}.weight"),)
-        template = 2 if index else 1
-        units.append(Unit(template=template, fqn=f"h.{index}", inputs=(Value(index, 0),), tensors=tensors))
-    units.append(Unit(template=3, fqn="", inputs=(Value(depth, 0),)))
-    return ModelGraph(
-        name="chain",
-        batch_size=batch,
-        inputs=(ModelInput(name="features", type=features.output, batch_dim=0),),
-        templates=templates,
-        units=tuple(units),
-        loss=Value(depth + 1, 0),
-        tensors={f"h.{index}.weight": ParameterInfo(type=value(width, width)) for index in range(depth)},
-    )
-
-
 def test_mixes_are_counts_of_equal_blocks():
     graph = chain(4, batch=8, width=16)
     mixes = list(every_mix(graph, ((0, 6),)))
@@ -92,34 +49,14 @@ def test_mixes_are_counts_of_equal_blocks():
     assert all(mix[0] == mix[5] == "none" for mix in mixes)
 
 
-def compare(graph: ModelGraph, pins: Pins, limits: int, rng: random.Random) -> int:
-    """Searches under limits of memory against every plan; in how many the best was one of blocks that differ."""
-    cluster = replace(CLUSTER, gpu=replace(CLUSTER.gpu, overhead_bytes=0))
-    machine = Machine(cluster, slowdown=(1.0, 1.0), hbm_bytes=(cluster.gpu.hbm_bytes,) * 2)
-    plans = list(every_plan(graph, 2, machine, STACK, pins))
-    mixed = 0
-    sizes = sorted({plan.memory_bytes for plan in plans})
-    for limit in rng.sample(sizes, min(limits, len(sizes))):
-        fitting = [plan for plan in plans if plan.memory_bytes <= limit]
-        best = min(fitting, key=lambda plan: plan.seconds)
-        limited = replace(cluster, gpu=replace(cluster.gpu, hbm_bytes=limit))
-        setting = Setting(
-            graph=graph, gpus=2, cluster=limited, stack=STACK, precision="fp32", optimizer="adamw", pins=pins
-        )
-        exact = search(replace(setting, exact=True))
-        assert exact.best.cost.step_seconds == pytest.approx(best.seconds, rel=1e-6), best
-        default = search(setting)
-        assert default.bound_seconds <= best.seconds * (1 + 1e-6)
-        assert default.best.cost.step_seconds <= 1.01 * best.seconds
-        alike = [plan for plan in fitting if len(set(plan.policies)) == 1]
-        mixed += all(plan.seconds > best.seconds * (1 + 1e-9) for plan in alike)
-    return mixed
+def policies_of(plan):
+    return plan.policies
 
 
 def test_a_mix_is_the_only_best_plan_where_memory_lies_between():
     graph = chain(3, batch=4096, width=256)
     pins = Pins(mesh={"pp": 2}, microbatch_size=1024, schedule="1f1b")
-    assert compare(graph, pins, 8, random.Random(0)) >= 1
+    assert compare(graph, pins, 8, random.Random(0), policies_of) >= 1
 
 
 # With the schedule free, another schedule is the better way to spare memory under each of these limits.
@@ -128,4 +65,4 @@ def test_a_mix_is_the_only_best_plan_where_memory_lies_between():
 def test_equals_every_choice_under_many_limits(schedule, mixed):
     graph = chain(4, batch=4096, width=256)
     pins = Pins(mesh={"pp": 2}, microbatch_size=1024, schedule=schedule)
-    assert compare(graph, pins, 6, random.Random(1)) >= mixed
+    assert compare(graph, pins, 6, random.Random(1), policies_of) >= mixed
