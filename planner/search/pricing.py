@@ -76,11 +76,12 @@ class Way:
 class Priced:
     """Candidates of one mesh and placements; without any that may fit the leanest one alone.
 
-    `is_crowded`: whether a policy that may be faster than all of them does not fit.
+    `is_crowded`: whether a policy that may be faster than all of them does not fit. `may_fit`: whether any may.
     """
 
     candidates: tuple[Candidate, ...] = ()
     is_crowded: bool = False
+    may_fit: bool = True
 
     @property
     def best(self) -> tuple[Candidate, ...]:
@@ -197,7 +198,11 @@ class Pricer:
                 if candidate is not None:
                     found.append(candidate)
                     break
-        return Priced(candidates=tuple(found), is_crowded=any(way.floor_seconds < best for way in crowded))
+        return Priced(
+            candidates=tuple(found),
+            is_crowded=any(way.floor_seconds < best for way in crowded),
+            may_fit=not ways or any(way.fitting_seconds < inf for way in ways),
+        )
 
     def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:
         """Every policy that may beat `known_seconds`, were there memory enough.

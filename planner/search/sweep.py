@@ -43,8 +43,9 @@ from .step_model import Policy
 from .step_uses import Uses
 
 Progress = Callable[[str], None]
-# What memory costs, tried in turn where the quickest plan does not fit; times a step over the device's memory.
-_MEMORY_PRICES = (0.1, 1.0, 10.0)
+# What memory costs, tried in turn where the quickest plan does not fit; times a step over the device's memory. The
+# highest comes first: where nothing may fit under it, the others are not tried.
+_MEMORY_PRICES = (10.0, 0.1, 1.0)
 # Choices of all programs that are solved, as long as all are, and at most.
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
@@ -438,21 +439,23 @@ class _Sweep:
             new = self.pricer.priced(mesh, placements, inf if once else self.best_seconds)
             candidates.extend(new.candidates)
             # Once the quickest policy fits, memory is no longer what decides.
-            if once or not new.candidates or (not new.is_crowded and new.best[0].fits):
+            if once or not (new.is_crowded or any(not candidate.fits for candidate in new.best)):
                 break
             if not price:
                 of_byte = self._seconds_per_byte(candidates)
                 prices = iter(self._memory_prices(mesh, of_byte))
+            elif not new.may_fit:
+                break
         return best_of(candidates)
 
     def _memory_prices(self, mesh: Mesh, seconds_per_byte: float) -> Sequence[float]:
         """Prices of memory worth a try: none where the highest leaves the placements as they are, for then all do."""
         prices = [factor * seconds_per_byte for factor in _MEMORY_PRICES]
-        return () if self.placer.solve(mesh, prices[-1]) == self.placer.solve(mesh, 0.0) else prices
+        return () if self.placer.solve(mesh, prices[0]) == self.placer.solve(mesh, 0.0) else prices
 
     def _seconds_per_byte(self, candidates: Sequence[Candidate]) -> float:
         """What the device's memory costs if all of it is worth a step, to a power of ten."""
-        step = min(candidate.cost.step_seconds for candidate in candidates)
+        step = min((candidate.cost.step_seconds for candidate in candidates), default=self.best_seconds)
         return 10.0 ** round(log10(step / self.setting.cluster.gpu.hbm_bytes))
 
 
