@@ -202,7 +202,7 @@ class _Model:
             self._equal([(column, 1.0) for column in columns], 1.0)
 
     def _equal(self, terms: list[tuple[pulp.LpVariable, float]], value: float) -> None:
-        self.lp.addConstraint(pulp.LpConstraint(_sum(terms), pulp.LpConstraintEQ, rhs=value))
+        self.lp.addConstraint(pulp.LpConstraint(terms, pulp.LpConstraintEQ, rhs=value))
 
     def _add_group(self, group: Group) -> None:
         """The rows of e, and z >= e."""
@@ -233,7 +233,7 @@ class _Model:
                         if (p, r) not in shared:
                             shared[p, r] = self._column("z", price)
                         self.lp.addConstraint(
-                            pulp.LpConstraint(_sum([(shared[p, r], 1.0), (edge, -1.0)]), pulp.LpConstraintGE, rhs=0)
+                            pulp.LpConstraint([(shared[p, r], 1.0), (edge, -1.0)], pulp.LpConstraintGE, rhs=0)
                         )
             for p, ks in made.items():
                 self._balance(of_made[p], producer, ks)
@@ -265,7 +265,7 @@ class _Model:
             if room < 0:
                 raise NoAssignment
             return
-        self.lp.addConstraint(pulp.LpConstraint(_sum(terms), pulp.LpConstraintLE, rhs=room))
+        self.lp.addConstraint(pulp.LpConstraint(terms, pulp.LpConstraintLE, rhs=room))
 
     @property
     def objective_seconds(self) -> float:
@@ -292,10 +292,3 @@ def _by_state(items: Iterable[tuple[State, int]]) -> dict[State, list[int]]:
     for state, k in items:
         found.setdefault(state, []).append(k)
     return found
-
-
-def _sum(terms: list[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
-    merged: dict[pulp.LpVariable, float] = {}
-    for column, factor in terms:
-        merged[column] = merged.get(column, 0.0) + factor
-    return pulp.LpAffineExpression(merged)

@@ -19,6 +19,9 @@ import pulp
 from ...cost_models.errors import AutoparError
 from .assignment import NoAssignment, Stopped
 
+# Relaxations here are nearly integral and soon solved as they are: presolve, and exact edge weights, take longer.
+_OF_RELAXATIONS = {"presolve": "off", "simplex_dual_edge_weight_strategy": 1}
+
 
 def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> None:
     """Solve on one thread, silent and repeatable.
@@ -28,7 +31,8 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
         Stopped: no solution within the time limit; of a linear program, no optimal one.
         AutoparError: HiGHS is not installed.
     """
-    solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, mip_rel_gap=1e-9)
+    options = {"mip_rel_gap": 1e-9} if as_mip else _OF_RELAXATIONS
+    solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, **options)
     if not solver.available():
         raise AutoparError("the solver HiGHS is missing", fix="pip install highspy")
     with _quiet_stdout():
@@ -44,8 +48,8 @@ class _HiGHS(pulp.HiGHS):
 
     def actualSolve(self, lp: pulp.LpProblem) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.createAndConfigureSolver(lp)
-        columns: list[Any] = lp.variables()
         highs: Any = lp.solverModel
+        columns = _columns_of(lp)
         highs.passModel(_as_arrays(lp, columns, as_mip=self.mip))
         highs.run()
         for column, value in zip(columns, highs.getSolution().col_value, strict=True):
@@ -68,15 +72,25 @@ _STATUS = {
 }
 
 
+def _columns_of(lp: pulp.LpProblem) -> list[Any]:
+    """Every column by name. PuLP's own list would look at each column of each row once more."""
+    expressions: Iterable[Any] = (*lp.constraints(), lp.objective)
+    found = {column.hash: column for expression in expressions for column in expression}
+    return sorted(found.values(), key=lambda column: column.name)
+
+
 def _as_arrays(lp: pulp.LpProblem, columns: Sequence[Any], *, as_mip: bool) -> Any:
     """The program as HiGHS holds it: bounds and prices by column, rows one after the other."""
     import highspy
 
     found = highspy.HighsLp()
-    position = {column: index for index, column in enumerate(columns)}
+    position = {column.hash: index for index, column in enumerate(columns)}
     objective: Any = lp.objective
+    prices = [0.0] * len(columns)
+    for column, price in objective.items():
+        prices[position[column.hash]] = float(price)
     found.num_col_ = len(columns)
-    found.col_cost_ = [float(objective.get(column, 0.0)) for column in columns]
+    found.col_cost_ = prices
     found.col_lower_ = [-inf if column.lowBound is None else column.lowBound for column in columns]
     found.col_upper_ = [inf if column.upBound is None else column.upBound for column in columns]
     if as_mip:
@@ -91,7 +105,7 @@ def _as_arrays(lp: pulp.LpProblem, columns: Sequence[Any], *, as_mip: bool) -> A
     for row in rows:
         for column, factor in row.items():
             if factor:
-                indices.append(position[column])
+                indices.append(position[column.hash])
                 values.append(float(factor))
         starts.append(len(indices))
         low, high = row.getLb(), row.getUb()

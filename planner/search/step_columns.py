@@ -9,7 +9,7 @@ The other parts of the step (`step_units.py`, `step_parameters.py`, `step_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pulp
 
@@ -87,12 +87,11 @@ class StepColumns:
     def chosen(self, n: int, amount: Callable[[Choice], float]) -> Linear:
         """sum_o amount(o) x[n,o]"""
         choices = self.built.problem.choices[n]
-        found: Linear = {}
-        for k in self.alive[n]:
-            value = amount(choices[k])
-            if value:
-                add(found, {self.x[n, k]: value})
-        return found
+        return self.weighted(n, [amount(choices[k]) for k in self.alive[n]])
+
+    def weighted(self, n: int, amounts: Iterable[float]) -> Linear:
+        """The same of an amount for every choice that is alive."""
+        return {self.x[n, k]: amount for k, amount in zip(self.alive[n], amounts, strict=True) if amount}
 
     def _add_group(self, group: Group) -> list[dict[tuple[State, State], pulp.LpVariable | None]]:
         """e[g,k,p,r] by consumer; None where there is no choice."""
@@ -114,11 +113,11 @@ class StepColumns:
             if len(made) > 1 or len(wanted) > 1:
                 edges = {key: self.column("e", 1) for key in edges}
                 for side, states, n in ((0, made, producer), (1, wanted, vertex)):
+                    rows: dict[State, Linear] = {state: {} for state in states}
+                    for key, column in edges.items():
+                        rows[key[side]][column] = 1.0
                     for state, ks in states.items():
-                        row: Linear = {column: 1.0 for key, column in edges.items() if key[side] == state}
-                        for k in ks:
-                            add(row, {self.x[n, k]: -1.0})
-                        self.row(row, pulp.LpConstraintEQ)
+                        self.row(add(rows[state], {self.x[n, k]: -1.0 for k in ks}), pulp.LpConstraintEQ)
             found.append(edges)
         return found
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import pulp
 
 from ..capture.graph import Kind, Node, Ref
 from ..sharding.rules import kept_kernels
-from .assignment import Choice
 from .linear import Linear, add, scaled, sum_of
 from .prices import saved_on_device
 from .problem import State
@@ -36,6 +36,21 @@ class UnitTerms:
     temporary: pulp.LpVariable | None
 
 
+class _Move(NamedTuple):
+    """A conversion from made to wanted, and what it takes."""
+
+    pair: tuple[State, State]
+    column: pulp.LpVariable | None
+    use: MoveUse
+
+
+class _Moves(NamedTuple):
+    """The conversions of a value by consumer. `are_one_step`: whether none goes over several axes."""
+
+    by_consumer: list[tuple[int, list[_Move]]]
+    are_one_step: bool
+
+
 class StepUnits:
     """What units take, without their edges (`template`), and what the edges between them take (`edges`)."""
 
@@ -46,6 +61,8 @@ class StepUnits:
             (t, name) for (t, name, _), use in uses.operations.items() if use.is_view
         }  # fmt: skip
         self._keepables: dict[int, frozenset[Ref]] = {}
+        self._uses_of: dict[int, list[OperationUse]] = {}
+        self._moves_of: dict[int, _Moves] = {}
 
     def template(self, t: int, recompute: str, *, is_mixed: bool = False) -> UnitTerms:
         """One unit without its edges. `recompute`: "none", "selective" or "full"; `is_mixed`: others have another."""
@@ -67,11 +84,10 @@ class StepUnits:
             host: Linear = {}
             messages: Linear = {}
             for node in nodes:
-                n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
                 if not (keeps_results and kept_kernels(node.op)):
-                    add(device, self.columns.chosen(n, lambda c, use=use: use(c).device[way] * SCALE))
-                    add(host, self.columns.chosen(n, lambda c, use=use: use(c).host[way] * SCALE))
-                add(messages, self.columns.chosen(n, lambda c, use=use: use(c).messages[way] * SCALE))
+                    add(device, self._chosen(t, node.name, lambda use: use.device[way] * SCALE))
+                    add(host, self._chosen(t, node.name, lambda use: use.host[way] * SCALE))
+                add(messages, self._chosen(t, node.name, lambda use: use.messages[way] * SCALE))
             for index in inner:
                 add(device, self._moves(index, lambda use: use.copies[way] * SCALE, readers))
                 add(messages, self._moves(index, lambda use: use.messages[way] * SCALE, readers))
@@ -123,52 +139,59 @@ class StepUnits:
 
     def _moves(self, index: int, part: Callable[[MoveUse], float], readers: Callable[[int], bool]) -> Linear:
         """What the conversions of a value take at least; `readers` says which consumers count."""
-        group = self.built.problem.groups[index]
-        value = self.columns.value(group)
-        amounts: list[Linear] = []
-        for (vertex, _), edges in zip(group.consumers, self.columns.wanted[index], strict=True):
-            if not readers(vertex):
-                continue
-            found: Linear = {}
-            for (source, target), column in edges.items():
-                use = self.uses.moves.get((value, source, target)) if source != target else None
-                if use is not None and part(use):
-                    add(found, {column: part(use)})
-            amounts.append(found)
-        if len(amounts) > 1 and self._is_one_step(index):
-            return self._shared(amounts, index, part, readers)
-        return self.columns.largest("W", amounts)
-
-    def _is_one_step(self, index: int) -> bool:
-        """Whether no conversion of the group goes over several axes: then equal targets alone are shared."""
-        return all(
-            sum(p != r for p, r in zip(source, target, strict=True)) <= 1
-            for edges in self.columns.wanted[index]
-            for source, target in edges
-        )  # fmt: skip
-
-    def _shared(
-        self, amounts: list[Linear], index: int, part: Callable[[MoveUse], float], readers: Callable[[int], bool]
-    ) -> Linear:
-        """sum over (made, wanted) of the price, once for all that ask for it."""
-        group = self.built.problem.groups[index]
-        value = self.columns.value(group)
+        moves = self._priced(index)
+        amounts = [
+            {move.column: amount for move in theirs if (amount := part(move.use))}
+            for vertex, theirs in moves.by_consumer
+            if readers(vertex)
+        ]
+        if len(amounts) == 1 or not moves.are_one_step:
+            return self.columns.largest("W", amounts)
+        # Over one axis equal targets alone are shared: the price of (made, wanted), once for all that ask for it.
         by_pair: dict[tuple[State, State], list[Linear]] = {}
-        for (vertex, _), edges in zip(group.consumers, self.columns.wanted[index], strict=True):
-            if readers(vertex):
-                for key, column in edges.items():
-                    use = self.uses.moves.get((value, *key)) if key[0] != key[1] else None
-                    if use is not None and part(use):
-                        by_pair.setdefault(key, []).append({column: part(use)})
+        for vertex, theirs in moves.by_consumer:
+            for move in theirs if readers(vertex) else ():
+                if amount := part(move.use):
+                    by_pair.setdefault(move.pair, []).append({move.column: amount})
         return sum_of([(self.columns.largest("z", parts), 1.0) for parts in by_pair.values()])
 
-    def _use(self, t: int, name: str) -> Callable[[Choice], OperationUse]:
-        return lambda choice: self.uses.operations[t, name, labels_of(choice)]
+    def _priced(self, index: int) -> _Moves:
+        """The conversions of a value that take something."""
+        if index not in self._moves_of:
+            group, wanted = self.built.problem.groups[index], self.columns.wanted[index]
+            value, known = self.columns.value(group), self.uses.moves
+            self._moves_of[index] = _Moves(
+                by_consumer=[
+                    (
+                        vertex,
+                        [
+                            _Move(pair, column, use)
+                            for pair, column in edges.items()
+                            if pair[0] != pair[1] and (use := known.get((value, *pair))) is not None
+                        ],
+                    )
+                    for (vertex, _), edges in zip(group.consumers, wanted, strict=True)
+                ],
+                are_one_step=all(
+                    sum(p != r for p, r in zip(*pair, strict=True)) <= 1 for edges in wanted for pair in edges
+                ),
+            )
+        return self._moves_of[index]
+
+    def _uses(self, t: int, name: str) -> list[OperationUse]:
+        """Of the choices of an operation that are alive."""
+        n = self.columns.vertex[t, name]
+        if n not in self._uses_of:
+            choices, known = self.built.problem.choices[n], self.uses.operations
+            self._uses_of[n] = [known[t, name, labels_of(choices[k])] for k in self.columns.alive[n]]
+        return self._uses_of[n]
+
+    def _chosen(self, t: int, name: str, amount: Callable[[OperationUse], float]) -> Linear:
+        return self.columns.weighted(self.columns.vertex[t, name], map(amount, self._uses(t, name)))
 
     def _results_bytes(self, t: int, name: str) -> Linear:
         """Twice the largest result, as the evaluation takes an operation's scratch to be."""
-        use = self._use(t, name)
-        return self.columns.chosen(self.columns.vertex[t, name], lambda choice: 2.0 * use(choice).result_bytes)
+        return self._chosen(t, name, lambda use: 2.0 * use.result_bytes)
 
     @cached_property
     def _inner(self) -> list[list[int]]:
@@ -236,9 +259,7 @@ class StepUnits:
         if t not in self._keepables:
             found: set[Ref] = set()
             for node in self.space.graph.templates[t].of_kind(Kind.OP):
-                n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
-                choices = self.built.problem.choices[n]
-                kept = {ref for k in self.columns.alive[n] for ref, _ in use(choices[k]).kept}
+                kept = {ref for use in self._uses(t, node.name) for ref, _ in use.kept}
                 found.update(self._root(t, ref) for ref in kept)
             self._keepables[t] = frozenset(found)
         return self._keepables[t]
@@ -249,9 +270,8 @@ class StepUnits:
         by_root: dict[Ref, list[Linear]] = {}
         extra: Linear = {}
         for node in operations:
-            n, use = self.columns.vertex[t, node.name], self._use(t, node.name)
-            add(extra, self.columns.chosen(n, lambda c, use=use: float(use(c).extra_bytes)))
-            refs = {ref for k in self.columns.alive[n] for ref, _ in use(self.built.problem.choices[n][k]).kept}
+            add(extra, self._chosen(t, node.name, lambda use: float(use.extra_bytes)))
+            refs = {ref for use in self._uses(t, node.name) for ref, _ in use.kept}
             for ref in sorted(refs, key=lambda ref: (ref.node, ref.index)):
                 root = self._root(t, ref)
                 if root.node in without:
@@ -260,10 +280,10 @@ class StepUnits:
                 if kind is not Kind.OP and not (kind is Kind.INPUT and template.type_of(root).requires_grad):
                     continue
 
-                def size(choice: Choice, use: Callable[[Choice], OperationUse] = use, ref: Ref = ref) -> float:
-                    return max((float(b) for r, b in use(choice).kept if r == ref), default=0.0)
+                def size(use: OperationUse, ref: Ref = ref) -> float:
+                    return max((float(b) for r, b in use.kept if r == ref), default=0.0)
 
-                by_root.setdefault(root, []).append(self.columns.chosen(n, size))
+                by_root.setdefault(root, []).append(self._chosen(t, node.name, size))
         parts = [(scaled(extra, 1 / MIB), MIB)]
         for amounts in by_root.values():
             parts.append((self.columns.largest("K", [scaled(amount, 1 / MIB) for amount in amounts]), MIB))
@@ -274,11 +294,7 @@ class StepUnits:
         found: Linear = {}
         for node in operations:
             if kept_kernels(node.op):
-                use = self._use(t, node.name)
-                add(
-                    found,
-                    self.columns.chosen(self.columns.vertex[t, node.name], lambda c, use=use: use(c).result_bytes),
-                )
+                add(found, self._chosen(t, node.name, lambda use: use.result_bytes))
         return found
 
     def _inputs_bytes(self, t: int, without: frozenset[str]) -> Linear:
