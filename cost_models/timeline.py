@@ -13,14 +13,14 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = KINDS = ("F", "B", "I", "W")
 _SLOT = {kind: slot for slot, kind in enumerate(KINDS)}
 _PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One microbatch through one stage; prints as `2F0`: stage, kind, microbatch."""
 
     stage: int

@@ -17,6 +17,7 @@ TIE_CHOICE_SECONDS = 1e-11  # per position of a choice
 TIE_CONVERSION_SECONDS = 1e-10  # per conversion
 _MOST_CHOICES = 80  # of a merged vertex
 
+_States = tuple[State, ...]
 Picks = tuple[tuple[int, int], ...]  # (vertex, position of its choice) in the whole problem
 
 
@@ -124,16 +125,18 @@ def _merge(vertices: dict[int, _Vertex], group: Group) -> bool:
     is_unary = consumer.operands == {operand: 1}
     if not is_source and not is_unary:
         return False
-    best: dict[tuple[object, ...], tuple[Choice, Picks]] = {}
-    for choice, picks in _pairs(producer, consumer, group, output, operand, keep_consumer=is_source):
-        key = (choice.operands, choice.outputs)
-        if key not in best or choice.cost_seconds < best[key][0].cost_seconds:
-            best[key] = choice, picks
+    best: dict[tuple[_States, _States], tuple[float, Picks, Picks]] = {}
+    for key, cost, ours, theirs in _pairs(producer, consumer, group, output, operand, keep_consumer=is_source):
+        if key not in best or cost < best[key][0]:
+            best[key] = cost, ours, theirs
             if len(best) > _MOST_CHOICES:
                 return False
     if not best:
         return False  # the solver will say that nothing fits together
-    consumer.choices = list(best.values())
+    consumer.choices = [
+        (Choice(label=None, outputs=outputs, operands=operands, cost_seconds=cost), ours + theirs)
+        for (operands, outputs), (cost, ours, theirs) in best.items()
+    ]
     kept = {position: feeds for position, feeds in consumer.operands.items() if position != operand}
     consumer.operands = kept if is_source else dict(producer.operands)
     return True
@@ -141,7 +144,8 @@ def _merge(vertices: dict[int, _Vertex], group: Group) -> bool:
 
 def _pairs(
     producer: _Vertex, consumer: _Vertex, group: Group, output: int, operand: int, *, keep_consumer: bool
-) -> Iterator[tuple[Choice, Picks]]:
+) -> Iterator[tuple[tuple[_States, _States], float, Picks, Picks]]:
+    """((operands, outputs), cost, picks of both) of every pair of choices that go together."""
     for theirs, their_picks in consumer.choices:
         wanted = theirs.operands[operand]
         for ours, our_picks in producer.choices:
@@ -155,7 +159,4 @@ def _pairs(
             operands = ours.operands
             if keep_consumer:
                 operands = tuple(None if j == operand else state for j, state in enumerate(theirs.operands))
-            yield (
-                Choice(label=None, outputs=theirs.outputs, operands=operands, cost_seconds=cost),
-                our_picks + their_picks,
-            )
+            yield (operands, theirs.outputs), cost, our_picks, their_picks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,14 +18,17 @@ from .storages import Storages, storages_of
 class Kept:
     """What autograd keeps of one unit in one microbatch.
 
-    values: memory that another unit may keep as well, and its bytes, by the value that made it: an input or an output.
+    Memory that other units may keep as well goes by the position of the input that has it, or by ~position of the first
+    output that shows it.
+
+    values: such memory and its bytes.
     own_bytes: all other memory, with masks, statistics and copies that are no value of the program.
     outputs: memory and bytes of the unit's outputs, kept or not.
     """
 
-    values: tuple[tuple[Var, int], ...]
+    values: tuple[tuple[int, int], ...]
     own_bytes: int
-    outputs: tuple[tuple[Var, int], ...]
+    outputs: tuple[tuple[int, int], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -85,12 +88,14 @@ class KeptTemplate:
 
     def _kept(self, values: Mapping[Var, int], extra_bytes: int) -> Kept:
         roots = [self.storages.root(made) for made in self.lowered.outputs]
-        crossing = {*self.lowered.inputs, *roots}
-        shared = tuple((root, size) for root, size in values.items() if root in crossing)
+        memory = {made: position for position, made in enumerate(self.lowered.inputs)}
+        for position, root in enumerate(roots):
+            memory.setdefault(root, ~position)
+        shared = tuple((memory[root], size) for root, size in values.items() if root in memory)
         return Kept(
             values=shared,
             own_bytes=sum(values.values()) - sum(size for _, size in shared) + extra_bytes,
-            outputs=tuple((root, self.storages.num_bytes[root]) for root in roots),
+            outputs=tuple((memory[root], self.storages.num_bytes[root]) for root in roots),
         )
 
 
@@ -101,12 +106,12 @@ def stage_bytes(
 
     `is_view(unit, input)`: whether the conversions at an input leave the memory as it is.
     """
-    sizes: dict[Hashable, int] = {}
+    sizes: dict[_Place, int] = {}
     own = 0
-    for unit in _kept_places(program, units, kept_of, is_view):
-        for place, size in unit.values:
-            sizes[place.key] = max(size, place.num_bytes, sizes.get(place.key, 0))
-        own += unit.own_bytes
+    for values, own_bytes in _kept_places(program, units, kept_of, is_view):
+        for place, whole, size in values:
+            sizes[place] = max(size, whole, sizes.get(place, 0))
+        own += own_bytes
     return sum(sizes.values()) + own
 
 
@@ -120,46 +125,37 @@ def first_kept_bytes(
 
     No stage keeps less than its units have here, each in a way of its own.
     """
-    seen: set[Hashable] = set()
+    seen: set[_Place] = set()
     found: list[list[int]] = [[] for _ in ways]
     for each in zip(*(_kept_places(program, units, kept_of, is_view) for kept_of in ways), strict=True):
-        for sizes, unit in zip(found, each, strict=True):
-            sizes.append(unit.own_bytes + sum(size for place, size in unit.values if place.key not in seen))
-        seen.update(place.key for unit in each for place, _ in unit.values)
+        for sizes, (values, own_bytes) in zip(found, each, strict=True):
+            sizes.append(own_bytes + sum(size for place, _, size in values if place not in seen))
+        seen.update(place for values, _ in each for place, _, _ in values)
     return tuple(map(tuple, found))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the memory of a value lies: who made it, and its bytes (0: as large as whoever keeps it says)."""
-
-    key: Hashable
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptUnit:
-    values: tuple[tuple[_Place, int], ...]
-    own_bytes: int
+# Where memory lies: a unit and what it calls it (`Kept`), or a unit outside the stage and its output.
+_Place = tuple[int, int]
 
 
 def _kept_places(
     program: ModelProgram, units: range, kept_of: Callable[[int], Kept], is_view: Callable[[int, int], bool]
-) -> Iterator[_KeptUnit]:
-    places: dict[Value, _Place] = {}
+) -> Iterator[tuple[list[tuple[_Place, int, int]], int]]:
+    """By unit (place, bytes as its maker has it, bytes kept) of memory that others may keep, and bytes of all other.
+
+    The maker's bytes are 0 where that is the unit itself or lies outside.
+    """
+    made: dict[_Place, tuple[_Place, int]] = {}  # by unit and output
     for index in units:
-        kept, unit = kept_of(index), program.graph.units[index]
-        inputs: dict[Var, _Place] = {}
-        for position, (made, value) in enumerate(
-            zip(program.templates[unit.template].inputs, unit.inputs, strict=True)
-        ):
-            if is_view(index, position):
-                inputs[made] = places.get(value, _Place(value, 0))
-        yield _KeptUnit(
-            tuple((inputs.get(root) or _Place((index, root), 0), size) for root, size in kept.values), kept.own_bytes
-        )
-        for output, (root, size) in enumerate(kept.outputs):
-            given = inputs.get(root)
-            places[Value(index, output)] = (
-                _Place((index, root), size) if given is None else _Place(given.key, max(given.num_bytes, size))
-            )
+        kept, inputs = kept_of(index), program.graph.units[index].inputs
+
+        def place(memory: int, index: int = index, inputs: tuple[Value, ...] = inputs) -> tuple[_Place, int]:
+            if memory < 0 or not is_view(index, memory):
+                return (index, memory), 0
+            source = inputs[memory].unit, inputs[memory].output
+            return made.get(source, (source, 0))
+
+        yield [(*place(memory), size) for memory, size in kept.values], kept.own_bytes
+        for output, (memory, size) in enumerate(kept.outputs):
+            where, whole = place(memory)
+            made[index, output] = where, max(whole, size)

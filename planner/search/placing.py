@@ -46,6 +46,8 @@ class Placer:
     def __post_init__(self) -> None:
         self._solutions: dict[tuple[Mesh, float], Placements | str] = {}
         self._axes: dict[tuple[Mesh, str, float, int], Placements | str] = {}
+        self._last: Mesh | None = None
+        self._programs: dict[tuple[Mesh, str, int], Built] = {}
         self._taken: dict[tuple[int, tuple[str, ...]], Placements] = {}
         self._legal: dict[tuple[int, Mesh], bool] = {}
         self._options: dict[tuple[int, str], dict[str, Option]] = {}
@@ -58,6 +60,8 @@ class Placer:
         alone = replace(mesh, pp=1)
         key = (alone, seconds_per_byte)
         if key not in self._solutions:
+            if alone != self._last:
+                self._last, self._programs = alone, {}
             self._solutions[key] = found = self._place(alone, seconds_per_byte)
             if not isinstance(found, str):
                 self._remember(found, is_lean=seconds_per_byte > 0)
@@ -99,9 +103,7 @@ class Placer:
         return self._axes[key]
 
     def _solve_axis(self, mesh: Mesh, fixed: Placements, name: str, seconds_per_byte: float) -> Placements | str:
-        built: Built = build_problem(
-            self.space, mesh.axes, (name,), fixed, self.rules, self.prices(mesh), mesh.microbatches
-        )
+        built = self._program(mesh, fixed, name)
         self.spent += sum(map(len, built.problem.choices))
         try:
             assignment = solve(built.problem, seconds_per_byte=seconds_per_byte, time_limit_seconds=self.seconds_left())
@@ -112,6 +114,15 @@ class Placer:
             return f"{name}={mesh.sizes[name]} has no placements{where}"
         self.solved += 1
         return built.placements(self.space, assignment)
+
+    def _program(self, mesh: Mesh, fixed: Placements, name: str) -> Built:
+        """The program of an axis, the same at every price of memory: those of the last mesh are kept."""
+        key = (mesh, name, id(fixed))
+        if key not in self._programs:
+            self._programs[key] = build_problem(
+                self.space, mesh.axes, (name,), fixed, self.rules, self.prices(mesh), mesh.microbatches
+            )
+        return self._programs[key]
 
     def batch_labels(self, mesh: Mesh) -> Placements:
         """What the microbatch axis splits, which is given."""

@@ -80,7 +80,7 @@ class Prices:
     stack: Stack
     shared: Shared = field(default_factory=Shared)  # with the prices of other meshes on this cluster and stack
     axes: tuple[Axis, ...] = field(init=False)
-    _conversions: dict[tuple[TensorType, State, State], float | None] = field(default_factory=dict, init=False)
+    _conversions: dict[TensorType, dict[tuple[State, State], float | None]] = field(default_factory=dict, init=False)
     _extents: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -143,19 +143,22 @@ class Prices:
     def work(self, node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[float, float]:
         """Forward and backward seconds of a local operation, without its inner collectives."""
         key = (node.name, node.op, node.args, node.kwargs, tuple(operands), tuple(outputs))
-        if key not in self._known:
-            self._known[key] = self._device(local_work(node, operands, outputs))
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._device(local_work(node, operands, outputs))
+        return found
 
     def copies(self, change: Change) -> tuple[float, float]:
         """Forward and backward seconds of the local part of a conversion: slices, pads and masks are copies."""
-        moved = change.before.num_bytes + change.after.num_bytes
-        once = Pass(bytes=moved, kernels=1)
-        forward = once if change.conversion.forward.startswith("[") else Pass()
+        moved, dtype = change.before.num_bytes + change.after.num_bytes, change.before.dtype
+        has_forward = change.conversion.forward.startswith("[")
         has_backward = change.before.requires_grad and change.conversion.backward.startswith("[")
-        work = Work(forward=forward, backward=once if has_backward else Pass(), dtype=change.before.dtype)
-        key = ("copies", work)
+        key = ("copies", moved, dtype, has_forward, has_backward)
         if key not in self._known:
+            once = Pass(bytes=moved, kernels=1)
+            work = Work(
+                forward=once if has_forward else Pass(), backward=once if has_backward else Pass(), dtype=dtype
+            )  # fmt: skip
             self._known[key] = self._device(work)
         return self._known[key]
 
@@ -193,10 +196,10 @@ class Prices:
         return seconds, 4.0 * local.num_bytes
 
     def conversion(self, value: TensorType, source: State, target: State) -> float | None:
-        key = (value, source, target)
-        if key not in self._conversions:
-            self._conversions[key] = self._conversion(value, source, target)
-        return self._conversions[key]
+        known = self._conversions.setdefault(value, {})
+        if (source, target) not in known:
+            known[source, target] = self._conversion(value, source, target)
+        return known[source, target]
 
     def _conversion(self, value: TensorType, source: State, target: State) -> float | None:
         names = [axis.name for axis in self.axes]

@@ -34,7 +34,7 @@ from functools import cached_property
 from itertools import accumulate, product
 from math import inf
 
-from ...cost_models.memory import FRAGMENTATION_FRACTION
+from ...cost_models.memory import FRAGMENTATION_FRACTION, overhead_bytes
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing, in_short
@@ -179,20 +179,20 @@ class Recomputation:
         uniform: Checkpointing = base if self._repeated else _NONE
         priced = [costs.priced(*self.stages[s], self.zero, uniform) for s in mine]
         activations = sum(n * stage.saved_bytes for n, stage in zip(in_flight, priced, strict=True))
-        least_working = max(stage.still.temporary for stage in priced)
+        still = memory.together([stage.still for stage in priced], highest(self.zero))
 
         def needed(working_bytes: int) -> float:
             """What has to be spared for the rank to fit, when its blocks work with so much."""
-            parts = [replace(stage.still, temporary=working_bytes) for stage in priced]
-            beside = memory.of_rank(parts, highest(self.zero))["total"]
+            working = replace(still, temporary=working_bytes)
+            beside = working.total_bytes + overhead_bytes(working, self.evaluator.prices.cluster.gpu).total_bytes
             return activations - (room_bytes - beside) / (1 + FRAGMENTATION_FRACTION)
 
-        if needed(least_working) > activations:
+        if needed(still.temporary) > activations:
             return None  # not even without activations
-        if needed(least_working) <= 0:
+        if needed(still.temporary) <= 0:
             return 0.0, []
         groups = self._groups(mine, in_flight, base)
-        works = {least_working, *(w for group in groups for w in group.working_bytes.values() if w > least_working)}
+        works = {still.temporary, *(w for group in groups for w in group.working_bytes.values() if w > still.temporary)}
         best: tuple[float, tuple[tuple[int, int], ...]] | None = None
         for working in sorted(works):
             found = least_seconds(groups, needed(working), working)

@@ -31,7 +31,7 @@ def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | 
         Stopped: no solution within the time limit; of a linear program, no optimal one.
         AutoparError: HiGHS is not installed.
     """
-    options = {"mip_rel_gap": 1e-9} if as_mip else _OF_RELAXATIONS
+    options: dict[str, Any] = {"mip_rel_gap": 1e-9} if as_mip else _OF_RELAXATIONS
     solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, **options)
     if not solver.available():
         raise AutoparError("the solver HiGHS is missing", fix="pip install highspy")
@@ -74,8 +74,9 @@ _STATUS = {
 
 def _columns_of(lp: pulp.LpProblem) -> list[Any]:
     """Every column by name. PuLP's own list would look at each column of each row once more."""
-    expressions: Iterable[Any] = (*lp.constraints(), lp.objective)
-    found = {column.hash: column for expression in expressions for column in expression}
+    rows: Iterable[Any] = lp.constraints()
+    objective: Any = lp.objective
+    found = {column.hash: column for expression in (*rows, objective) for column in expression}
     return sorted(found.values(), key=lambda column: column.name)
 
 

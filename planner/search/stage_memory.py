@@ -118,7 +118,13 @@ class StageMemory:
         return self.of_rank([self.with_saved(memory, saved_bytes, in_flight)], 0)
 
     def of_rank(self, stages: Sequence[Memory], zero: int) -> dict[str, int]:
-        """Bytes by component of the stages of a rank together.
+        """Bytes by component of the stages of a rank together."""
+        memory = self.together(stages, zero)
+        memory += overhead_bytes(memory, self.prices.cluster.gpu)
+        return memory.by_component()
+
+    def together(self, stages: Sequence[Memory], zero: int) -> Memory:
+        """The stages of a rank, without overhead.
 
         They compute in turn, so scratch is that of the largest. FSDP2's gathered parameters and unreduced gradients are
         those of all of them: the schedule gathers a stage ahead and reduces it behind its last microbatch. Buckets of
@@ -129,8 +135,7 @@ class StageMemory:
             memory = replace(sum(stages[1:], memory), temporary=max(stage.temporary for stage in stages))
             if zero < 2:
                 memory = replace(memory, gather_buffers=max(stage.gather_buffers for stage in stages))
-        memory += overhead_bytes(memory, self.prices.cluster.gpu)
-        return memory.by_component()
+        return memory
 
     def _as_kept(self, memory: Memory, zero: int) -> Memory:
         """States in the dtypes that the stack keeps them in.
