@@ -15,7 +15,8 @@ from autopar.planner.capture.graph import Kind, ModelGraph, Node, TensorType
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.placements_ilp import solve
 from autopar.planner.search.prices import Prices, in_precision
-from autopar.planner.search.problem import Labels, Rules, Space, State, build_problem
+from autopar.planner.search.problem import Labels, State, build_problem
+from autopar.planner.search.space import Rules, Space
 from autopar.planner.sharding.mesh import MICROBATCH, Mesh
 from autopar.planner.sharding.program import Placements
 

@@ -19,7 +19,8 @@ from ..sharding.redistribute import changes
 from ..sharding.rules import rule_of
 from .assignment import NoAssignment
 from .placements_ilp import solve
-from .problem import Labels, Rules, Space, State, build_problem, empty_placements
+from .problem import Labels, State, build_problem, empty_placements
+from .space import Rules, Space
 
 _SECONDS_PER_ELEMENT = 1e-12
 

@@ -27,7 +27,7 @@ from .batch import BatchSplit, splits_evenly
 from .batch_shares import pinned_shares
 from .host_seconds import holds_dtensors
 from .prices import local_work
-from .problem import Rules, Space, operation_options, reads_matrix
+from .space import Rules, Space, operation_options, reads_matrix
 from .step_uses import splits
 
 Pipeline = tuple[str, int]  # schedule, stages per rank

@@ -14,7 +14,7 @@ from ...cost_models.errors import AutoparError
 from ..sharding.mesh import AXES, Mesh
 from .batch import BatchSplit
 from .candidates import Pins, possible_meshes, written_shares
-from .problem import Space
+from .space import Space
 
 _FIELDS = ("zero", "zero_shard_size", "schedule", "stages_per_rank", "microbatch_size", "batch_shares")
 _MOST_SIZES = 8

@@ -21,8 +21,9 @@ from ..zero import Zero
 from .assignment import NoAssignment, Stopped
 from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .placements_ilp import consistent
-from .problem import Built, Rules, build_problem
+from .problem import Built, build_problem
 from .recompute import every_mix
+from .space import Rules
 from .step_model import Policy, StepModel
 from .step_uses import Uses
 

@@ -22,7 +22,7 @@ from .batch import find_batch_split
 from .candidates import possible_meshes, zeros_for
 from .least_memory import Estimate, states_of
 from .prices import in_precision
-from .problem import Space
+from .space import Space
 from .sweep import some_plan
 
 _MOST_GPUS_FACTOR = 64

@@ -18,7 +18,8 @@ from .assignment import NoAssignment, Stopped
 from .batch import BatchSplit
 from .placements_ilp import solve
 from .prices import Prices
-from .problem import Built, Rules, Space, build_problem, empty_placements
+from .problem import Built, build_problem, empty_placements
+from .space import Rules, Space
 from .step_uses import splits
 
 # Prices of memory where latency makes it cheapest to split nothing: an axis that is there must split something.

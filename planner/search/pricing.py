@@ -23,11 +23,11 @@ from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, 
 from .evaluate import Evaluator
 from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
 from .prices import Prices
-from .problem import Space
 from .rank_speeds import Devices
 from .recompute import Recomputation
 from .resharding import Resharding
 from .shared import Shared
+from .space import Space
 from .split_backward import loses_weights
 from .stages_ilp import Cutting, best_cut
 from .step_model import Policy

@@ -16,7 +16,7 @@ from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
 from .candidates import whole_model
-from .problem import Space
+from .space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

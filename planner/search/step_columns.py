@@ -17,7 +17,8 @@ from ..capture.graph import Kind, TensorType
 from ..sharding.placement import local_type
 from .assignment import Choice, Group, NoAssignment
 from .linear import Linear, add, scaled
-from .problem import Built, Space, State, state_of
+from .problem import Built, State, state_of
+from .space import Space
 from .step_uses import labels_of, layout_of, splits
 
 SCALE = 1e6  # the solver sees microseconds

@@ -19,7 +19,8 @@ from ..sharding.rules import Call, rule_of
 from .assignment import Choice
 from .kernels import kept_by_kernels, stack_work
 from .prices import Prices, least_shown_fraction, saved_on_device
-from .problem import Labels, Space, State
+from .problem import Labels, State
+from .space import Space
 
 _ADD = "aten.add.Tensor"
 _UNSPLIT = ("none", "grad")

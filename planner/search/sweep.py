@@ -36,9 +36,9 @@ from .least_memory import states_of
 from .placing import Placer
 from .prices import in_precision
 from .pricing import Pricer, Way, best_of
-from .problem import Rules, Space
 from .rank_speeds import Devices, devices_of
 from .refine import Refiner
+from .space import Rules, Space
 from .step_model import Policy
 from .step_uses import Uses
 

@@ -14,8 +14,8 @@ from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.candidates import Pins
 from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.prices import Prices
-from autopar.planner.search.problem import Space
 from autopar.planner.search.rank_speeds import RankSpeeds
+from autopar.planner.search.space import Space
 from autopar.planner.sharding.mesh import MICROBATCH, Axis, Mesh
 from autopar.planner.sharding.placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, can_split, normal, split
 from autopar.planner.sharding.redistribute import COLLECTIVES, conversion, has_conversion

@@ -9,7 +9,7 @@ from autopar.cost_models.hardware import NodeGroup, load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.candidates import Pins, whole_model
-from autopar.planner.search.problem import Space
+from autopar.planner.search.space import Space
 from autopar.planner.search.sweep import Setting, search
 from autopar.planner.sharding.mesh import Axis
 from oracle import Machine, Price, every_plan, on_axis

@@ -1,7 +1,7 @@
 """Experts are found by their factors: in batched products of stacked parameters, and from there along the graph."""
 
 from autopar.planner.capture.graph import Kind, ModelGraph, ModelInput, ParameterInfo, Ref, Template, Unit, Value
-from autopar.planner.search.problem import Rules, Space, operation_options, tensor_pairs
+from autopar.planner.search.space import Rules, Space, operation_options, tensor_pairs
 from autopar.planner.sharding.mesh import Axis
 from autopar.planner.sharding.placement import SUMMED_GRADIENT, split
 from graphs import leaf, op, residual_mlp, value

@@ -12,7 +12,7 @@ from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.floors import fitting_seconds, floor_bytes, floor_seconds
 from autopar.planner.search.prices import Prices
-from autopar.planner.search.problem import Space
+from autopar.planner.search.space import Space
 from autopar.planner.sharding.mesh import MICROBATCH, Mesh
 from graphs import residual_mlp
 from random_graphs import random_graph

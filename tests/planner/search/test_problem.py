@@ -20,7 +20,8 @@ from autopar.planner.capture.graph import (
 from autopar.planner.search.batch import find_batch_split, splits_evenly
 from autopar.planner.search.placements_ilp import solve
 from autopar.planner.search.prices import Prices, local_work
-from autopar.planner.search.problem import Rules, Space, build_problem, empty_placements
+from autopar.planner.search.problem import build_problem, empty_placements
+from autopar.planner.search.space import Rules, Space
 from autopar.planner.sharding.mesh import MICROBATCH, Mesh
 from autopar.planner.sharding.placement import REPLICATED as _R
 from autopar.planner.sharding.placement import local_type

@@ -11,7 +11,7 @@ from autopar.planner.errors import InfeasibleError
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.candidates import Pins, possible_meshes, shardings_for
 from autopar.planner.search.infeasible import explain
-from autopar.planner.search.problem import Space
+from autopar.planner.search.space import Space
 from autopar.planner.search.sweep import NothingFits, Setting, search
 from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp
