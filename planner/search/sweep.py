@@ -10,7 +10,7 @@ programs are small, the nearest ones where they are large.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf, log10
@@ -19,18 +19,17 @@ from typing import NamedTuple
 from ...cost_models.errors import AutoparError
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
-from .answer import Candidate, Found, NothingFits, Setting, best_of_other_meshes, rank
+from .answer import Candidate, Found, NothingFits, Setting, rank
 from .batch import BatchSplit, find_batch_split
 from .candidates import (
     WholeModel,
     always_fills,
     bound_seconds,
-    checkpoints_for,
-    shardings_for,
     whole_model,
     zeros_for,
 )
 from .clashes import meshes_under
+from .comparisons import Comparisons
 from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
 from .placing import Placer
@@ -52,7 +51,6 @@ _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
 _FIRST_TRIES = 2  # of each kind of mesh, while steps may get much faster still
 _FAR = 0.8
-_NUM_RUNNERS = 8  # that are simulated though they lose
 
 
 def search(setting: Setting, progress: Progress | None = None) -> Found:
@@ -139,7 +137,14 @@ class _Sweep:
         if not self._fitting():
             self._add_leanest([mesh for mesh in everything if mesh not in bounds])
             self._refuse()
-        baselines = tuple(self._baselines(everything))
+        others = Comparisons(
+            setting=setting,
+            pricer=self.pricer,
+            placer=self.placer,
+            solve=lambda mesh: self._solve(mesh, once=True),
+            is_late=lambda: self._seconds_left() == 0,
+        )
+        baselines = tuple(others.baselines(everything, self.found))
         chosen = min(self._fitting(), key=rank)
         if proven is not None:
             lowest = max(proven.bound_seconds, min(bounds.values(), default=0.0))
@@ -150,7 +155,7 @@ class _Sweep:
             lowest = min(bounds.values(), default=0.0)
         return Found(
             best=chosen,
-            runners_up=self._runners_up(chosen),
+            runners_up=others.runners_up(self.found, chosen),
             baselines=baselines,
             bound_seconds=min(lowest, chosen.cost.step_seconds),
             considered=len(everything),
@@ -377,46 +382,6 @@ class _Sweep:
             if self.found:
                 return
             self.found.extend(self._solve(mesh, once=True))
-
-    def _baselines(self, every: list[Mesh]) -> Iterator[tuple[str, Candidate]]:
-        """One axis only, whatever its bound: people ask. They are runner-ups like the others."""
-        gpus = self.setting.gpus
-        for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
-            same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
-            if not any(candidate.outer in same for candidate in self.found):
-                for mesh in same[:1] if self._seconds_left() != 0 else ():
-                    self.found.extend(self._solve(mesh, once=True))
-            priced = [candidate for candidate in self.found if candidate.outer in same]
-            if priced:
-                best = min(priced, key=lambda candidate: (not candidate.fits, rank(candidate)))
-                yield f"{axis} only", self.pricer.simulated(best)
-            yield from self._plain(axis, same)
-
-    def _plain(self, axis: str, same: Sequence[Mesh]) -> Iterator[tuple[str, Candidate]]:
-        """An axis as it is used without a planner: all states split over dp, or stages that wait for each other."""
-        pins = self.setting.pins
-        for mesh in same if self._seconds_left() != 0 else ():
-            shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
-            zero = 3 if axis == "dp" and (3, 1) in shardings else 0
-            if mesh.microbatches > 1 or axis not in ("dp", "pp") or (axis == "dp" and not zero):
-                continue
-            placements = self.placer.solve(mesh, 0.0)
-            if isinstance(placements, str):
-                continue
-            name = "ZeRO-3 only" if zero else "naive model parallel"
-            checkpoint = checkpoints_for(self.setting.graph, pins)[0]
-            evaluator = self.pricer.evaluator(mesh, placements)
-            for pipeline in self.pricer.pipelines(mesh, zero, checkpoint)[:1]:
-                each = self.pricer.candidate(evaluator, pipeline, zero, checkpoint)
-                if each is not None:
-                    yield name, self.pricer.simulated(each)
-
-    def _runners_up(self, chosen: Candidate) -> tuple[Candidate, ...]:
-        found = best_of_other_meshes(self.found, chosen)
-        first = [
-            self.pricer.simulated(candidate) if candidate.fits else candidate for candidate in found[:_NUM_RUNNERS]
-        ]
-        return (*sorted(first, key=lambda c: (not c.fits, rank(c))), *found[_NUM_RUNNERS:])
 
     def _must_split(self, mesh: Mesh, axis: str) -> bool:
         """Whether the axis is there for certain: pinned, or alone. Otherwise a mesh that wastes it is dropped."""
