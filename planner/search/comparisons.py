@@ -25,7 +25,7 @@ class Comparisons:
     is_late: Callable[[], bool]
 
     def baselines(self, every: Sequence[Mesh], found: list[Candidate]) -> Iterator[tuple[str, Candidate]]:
-        """One axis only, whatever its bound: people ask. What is not in `found` is added: runner-ups like the others."""
+        """One axis only, whatever its bound: people ask. Those not in `found` are added, as runners-up."""
         gpus = self.setting.gpus
         for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
