@@ -32,6 +32,7 @@ MODELS: Mapping[str, tuple[int, Mapping[str, object]]] = {
     "gpt": (16, {"num_layers": 4}),
     "gpt, dropout": (16, {"num_layers": 2, "dropout": 0.1}),
     "llama": (16, {"num_layers": 4}),
+    "moe": (16, {"num_layers": 2}),
     "mlp": (64, {}),
     "resnet": (8, {}),
     "matrix_factorization": (64, {}),
