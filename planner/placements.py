@@ -7,8 +7,8 @@ from .capture.graph import Kind, ModelGraph, Node, Template
 from .checkpointing import Checkpointing, by_unit
 from .errors import UnsupportedModel
 from .plan import Plan
-from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, Mesh, refuse_shares, splits_states
-from .sharding.placement import parse_pair
+from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, STATE_AXES, Mesh, refuse_shares, splits_states
+from .sharding.placement import REPLICATED, SUMMED_GRADIENT, Layout, parse_pair
 from .sharding.program import ModelProgram, Placements, model_program, node_layouts, option_named
 from .sharding.shares import why_even, why_even_under
 from .zero import Zero, stages_by_unit
@@ -69,13 +69,15 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
     for template, placement in zip(graph.templates, found, strict=True):
         for node in template.nodes:
             try:
-                node_layouts(template, node, placement, mesh.axes)
+                _, (layout, *_) = node_layouts(template, node, placement, mesh.axes)
             except ValueError as error:
                 raise AutoparError(
                     str(error),
                     where=f"placements of {template.name}",
                     fix="choose another placement for this node, or another mesh",
                 ) from None
+            if plan.zero and node.kind is Kind.PARAMETER and node.output.requires_grad:
+                _check_is_summed(template, node, layout)
     return found
 
 
@@ -99,6 +101,17 @@ def zero_of(plan: Plan, graph: ModelGraph) -> Zero:
     return (
         stages_by_unit(graph, plan.zero_by_block, where="plan.json: zero_by_block") if plan.zero_by_block else plan.zero
     )
+
+
+def _check_is_summed(template: Template, node: Node, layout: Layout) -> None:
+    """Refuse a parameter whose gradient ZeRO would add up though it is whole on every rank."""
+    for axis in STATE_AXES:
+        if layout.get(axis, SUMMED_GRADIENT) == REPLICATED:
+            raise AutoparError(
+                f"{node.name} is R on {axis}: its gradient is whole on every rank, and ZeRO adds up what ranks have",
+                where=f"{template.name}: {node.name}",
+                fix=f'write "{axis}": "{SUMMED_GRADIENT}", a part of the gradient on every rank, or "zero": 0',
+            )
 
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:

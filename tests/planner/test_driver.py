@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from autopar.compiler.package import render_package
 from autopar.cost_models.errors import AutoparError
+from autopar.planner.capture.graph import Kind
 from autopar.planner.driver import PlanRequest, make_plan, placements_of, program_of
 from autopar.planner.plan import Plan
 
@@ -49,6 +50,20 @@ def test_an_edited_plan_is_checked():
         with pytest.raises(AutoparError) as error:
             placements_of(bad, graph)
         assert message in str(error.value)
+
+
+def test_a_parameter_that_zero_would_add_up_too_often_is_refused():
+    found, graph = plan("llama", mesh={"pp": 1, "dp": 4, "cp": 2, "tp": 1}, zero=3)
+    template = next(t for t in graph.templates if t.of_kind(Kind.PARAMETER) and t.name in found.placements)
+    node = template.of_kind(Kind.PARAMETER)[0].name
+    chosen = dict(found.placements[template.name])
+    for axis in ("dp", "cp"):
+        for labels in ({**chosen[node], axis: "R"}, {k: v for k, v in chosen[node].items() if k != axis}):
+            bad = replace(found, placements={**found.placements, template.name: {**chosen, node: labels}})
+            with pytest.raises(AutoparError, match=f"{node} is R on {axis}"):
+                placements_of(bad, graph)
+            # Without ZeRO nothing is added up that the placement does not ask for.
+            placements_of(replace(bad, zero=0), graph)
 
 
 @pytest.mark.parametrize(
