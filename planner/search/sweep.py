@@ -49,8 +49,8 @@ _MEMORY_PRICES = (10.0, 0.1, 1.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
-_FIRST_TRIES = 2  # of each kind of mesh, while steps may get much faster still
-_FAR = 0.8
+_FIRST_TRIES = 2  # of each kind of mesh, until something fits
+_FAR = 0.8  # of the best step: what may be faster than this is priced before more kinds of meshes are listed
 
 
 def search(setting: Setting, progress: Progress | None = None) -> Found:
@@ -78,6 +78,10 @@ class _Entry(NamedTuple):
     mesh: Mesh
     labelling: int
     least_seconds: float
+
+
+# Whether the labelling is lean, seconds at least, position of the entry, and its policies once they are known.
+_Queued = tuple[bool, float, int, tuple[Way, ...]]
 
 
 @dataclass
@@ -248,7 +252,7 @@ class _Sweep:
                 inner = tuple(mesh.sizes[name] for name in SPLIT_AXES[1:])
                 alike.setdefault((*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches), []).append(mesh)
         entries: list[_Entry] = []
-        queue: list[tuple[bool, float, int, tuple[Way, ...]]] = []
+        queue: list[_Queued] = []
         slow: list[tuple[int, ...]] = []
         for kind in sorted(alike):
             # What is slow already gets no faster where it is split further.
@@ -260,17 +264,21 @@ class _Sweep:
                 continue
             for position, entry in enumerate(new):
                 is_lean, seconds = entry.labelling in self.placer.lean, max(entry.least_seconds, bounds[entry.mesh])
-                ways: tuple[Way, ...] = ()
-                if position % max(1, len(new) // _FIRST_TRIES) == 0 and seconds < self.best_seconds:
-                    ways = self._ways(entry)
-                    seconds = min((way.fitting_seconds for way in ways), default=inf)
-                    if ways and seconds < _FAR * self.best_seconds or self.best_seconds == inf:
-                        self._try(entry, ways)
-                        continue
-                heappush(queue, (is_lean, seconds, len(entries), ways))
+                if self.best_seconds == inf and position % max(1, len(new) // _FIRST_TRIES) == 0:
+                    self._try(entry, self._ways(entry))
+                    continue
+                heappush(queue, (is_lean, seconds, len(entries), ()))
                 entries.append(entry)
+            if self.best_seconds < inf:
+                self._price_first(queue, entries, _FAR)
         # Labellings that spare memory come last: they are for meshes on which the quickest does not fit.
+        self._price_first(queue, entries, 1.0)
+
+    def _price_first(self, queue: list[_Queued], entries: Sequence[_Entry], factor: float) -> None:
+        """Price what may take less than `factor` of the best step, the most promising first."""
         while queue and not self._is_late():
+            if factor * self.best_seconds <= queue[0][1] < self.best_seconds:
+                break
             is_lean, least, position, ways = heappop(queue)
             if least >= self.best_seconds:
                 continue
