@@ -141,6 +141,10 @@ class Pricer:
             return ""
         return f"batch-shares={written_shares(pins.batch_shares or ())} cannot be: {reason}"
 
+    def _rooms(self, mesh: Mesh) -> tuple[int, ...]:
+        """Memory by pipeline rank: of the dp rank with most, for another may take fewer microbatches."""
+        return tuple(map(max, zip(*(ranks.hbm_bytes for ranks in self.devices.of_dp_ranks(mesh)), strict=True)))
+
     def pipelines(self, mesh: Mesh, zero: Zero = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
         return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
 
@@ -154,7 +158,7 @@ class Pricer:
 
     def priced_ways(self, mesh: Mesh, ways: Sequence[Way], known_seconds: float = inf) -> Priced:
         """What of `ways` on a mesh may beat `known_seconds`."""
-        room = max(self.devices.of(mesh).hbm_bytes)
+        room = max(self._rooms(mesh))
         found: list[Candidate] = []
         roomy: set[tuple[object, ...]] = set()
         levels: dict[tuple[object, ...], int] = {}  # from which on arrangements fit as they are
@@ -215,7 +219,7 @@ class Pricer:
         pins = self.setting.pins
         shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        hbm_bytes = self.devices.of(mesh).hbm_bytes
+        hbm_bytes = self._rooms(mesh)
         fitting: dict[tuple[object, ...], float] = {}
         every = checkpoints_for(self.setting.graph, pins)
 
