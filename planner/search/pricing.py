@@ -279,7 +279,7 @@ class Pricer:
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None
         stages = candidate.stages if candidate else stages
-        hbm_bytes = self.devices.of(evaluator.mesh).hbm_bytes
+        hbm_bytes = candidate.hbm_bytes if candidate else self.devices.of(evaluator.mesh).hbm_bytes
         recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
         missing = [0] * len(hbm_bytes)
         for _ in range(_MOST_CORRECTIONS):
@@ -289,7 +289,8 @@ class Pricer:
             found = self._costed(evaluator, stages, schedule, zero, checkpoint, best)
             if found.fits:
                 return best_of([candidate, found] if candidate is not None and fits else [found])[0]
-            short = (memory["total"] - size for memory, size in zip(found.cost.rank_memory, hbm_bytes, strict=True))
+            pairs = zip(found.cost.rank_memory, found.hbm_bytes, strict=True)
+            short = (memory["total"] - size for memory, size in pairs)
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
         return None
 
