@@ -239,7 +239,8 @@ def solver_line(plan: Plan) -> str:
 def explanations(plan: Plan) -> tuple[str, ...]:
     """Why the plan is what it is, in plain sentences."""
     return (
-        *_time_sentences(plan), *_memory_sentences(plan), *_balance_sentences(plan), *_runner_up_sentences(plan)
+        *_time_sentences(plan), *_share_sentences(plan), *_memory_sentences(plan), *_balance_sentences(plan),
+        *_runner_up_sentences(plan),
     )  # fmt: skip
 
 
@@ -256,6 +257,21 @@ def _time_sentences(plan: Plan) -> tuple[str, ...]:
             "more of them would shrink it, at the price of smaller operations."
         )
     return tuple(found)
+
+
+def _share_sentences(plan: Plan) -> tuple[str, ...]:
+    """Why dp ranks take different parts of the batch."""
+    if not plan.batch_shares:
+        return ()
+    taken = f"The dp ranks take {described_shares(plan.batch_shares)} microbatches of the batch"
+    paces = [max(each) for each in plan.dp_paces]
+    if "batch-shares" in plan.pins or len({*paces}) < 2:
+        return (f"{taken}, {'as pinned' if 'batch-shares' in plan.pins else 'so that all are done together'}.",)
+    slowest, fastest = max(paces), min(paces)
+    return (
+        f"{taken} because they are not equally fast: for one microbatch the slowest needs {slowest / fastest:.3g} "
+        "times as long as the fastest. With equal parts the fast ones would wait for it.",
+    )
 
 
 def _memory_sentences(plan: Plan) -> tuple[str, ...]:

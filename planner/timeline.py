@@ -1,6 +1,7 @@
 """A plan read from a file -> its simulated step, with and without stragglers, and that as a Chrome trace.
 
-Ranks of one stage run alike, so a row stands for all ranks of a pipeline coordinate. What the plan says of a stage is
+Ranks of one stage run alike, so a row stands for all ranks of a pipeline coordinate, or for those of one dp rank where
+each has its own share of the batch. What the plan says of a stage is
 scheduled as the search does it: microbatches by the schedule's actions, then gradients and optimizer on all ranks at
 once. Every time is scaled by what the slowest of many nodes costs, so that without stragglers the step is the plan's.
 """
@@ -35,7 +36,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """`rows`: the slices of each pipeline coordinate, in order; `ranks`: the first and last rank of each."""
+    """`rows`: the slices of each pipeline coordinate (and dp rank, where these differ), in order; `ranks`: the first
+    and last rank of each."""
 
     step_seconds: float
     bubble_fraction: float
@@ -77,26 +79,44 @@ def simulate_plan(plan: Plan, slow: Mapping[int, float] | None = None) -> Simula
     Raises:
         AutoparError: the plan's schedule cannot run.
     """
-    table = action_table(plan.schedule, plan.mesh["pp"], plan.microbatches, plan.stages_per_rank)
     durations = {(s, kind): seconds for s, stage in enumerate(plan.stages) for kind, seconds in _actions(stage).items()}
     sends = [stage.send_seconds for stage in plan.stages[:-1]]
-    rows = len(table.by_rank)
-    per_row = prod(plan.mesh.values()) // rows
-    factors: dict[int, float] = {}
-    for rank, factor in (slow or {}).items():
-        factors[rank // per_row] = max(factor, factors.get(rank // per_row, 0.0))
+    rows, num_dp = plan.mesh["pp"], len(plan.batch_shares) or 1
+    each = prod(plan.mesh.values()) // (rows * num_dp)
     after = [sum(stage.step_seconds for stage in plan.stages if stage.rank == row) for row in range(rows)]
-    usual = simulate(table, durations, sends).step_seconds + max(after)
+
+    def course(slow: Mapping[int, float]) -> list[tuple[Timeline, list[float]]]:
+        """The microbatches of each dp rank that has its own share of the batch, and what follows, by row."""
+        found = []
+        for d in range(num_dp):
+            count = plan.batch_shares[d] if plan.batch_shares else plan.microbatches
+            table = action_table(plan.schedule, rows, count, plan.stages_per_rank)
+            factors = {}
+            for row in range(rows):
+                first = (row * num_dp + d) * each
+                pace = plan.dp_paces[d][row] / plan.dp_paces[0][row] if plan.dp_paces else 1.0
+                given = [factor for rank, factor in slow.items() if first <= rank < first + each]
+                factors[row] = pace * max(given, default=1.0)
+            timeline = simulate(table, durations, sends, slow=factors)
+            found.append((timeline, [seconds * factors[row] for row, seconds in enumerate(after)]))
+        return found
+
+    def end(courses: Sequence[tuple[Timeline, list[float]]]) -> tuple[float, float]:
+        """When all dp ranks are through their microbatches, and when the step ends."""
+        through = max(timeline.step_seconds for timeline, _ in courses)
+        return through, through + max(seconds for _, later in courses for seconds in later)
+
+    usual = end(course({}))[1]
     scale = plan.step_seconds / usual if usual else 1.0
-    timeline = simulate(table, durations, sends, slow=factors)
-    slowed = [seconds * factors.get(row, 1.0) for row, seconds in enumerate(after)]
-    step = timeline.step_seconds + max(slowed)
-    busy = sum(timeline.busy_seconds) + sum(slowed)
+    courses = course(slow or {})
+    through, step = end(courses)
+    busy = sum(sum(timeline.busy_seconds) + sum(later) for timeline, later in courses)
+    shown = [(row, d) for row in range(rows) for d in range(num_dp)]
     return SimulatedStep(
         step_seconds=step * scale,
-        bubble_fraction=max(0.0, 1 - busy / (step * rows)) if step else 0.0,
-        rows=tuple(_row(timeline, row, sends, slowed[row], step, scale) for row in range(rows)),
-        ranks=tuple((row * per_row, (row + 1) * per_row - 1) for row in range(rows)),
+        bubble_fraction=max(0.0, 1 - busy / (step * len(shown))) if step else 0.0,
+        rows=tuple(_row(courses[d][0], row, sends, courses[d][1][row], through, step, scale) for row, d in shown),
+        ranks=tuple((index * each, (index + 1) * each - 1) for index in range(len(shown))),
     )
 
 
@@ -106,7 +126,7 @@ def _actions(stage: StagePlan) -> Mapping[str, float]:
 
 
 def _row(
-    timeline: Timeline, row: int, sends: Sequence[float], after: float, step: float, scale: float
+    timeline: Timeline, row: int, sends: Sequence[float], after: float, through: float, step: float, scale: float
 ) -> tuple[Slice, ...]:
     """Actions and the messages behind them, gradients and optimizer, and the time between."""
     found: list[Slice] = []
@@ -125,9 +145,9 @@ def _row(
         if action.kind != "W" and 0 <= edge < len(sends):
             to = action.stage + (1 if action.kind == FORWARD else -1)
             add(f"{action} to stage {to}", SEND, end, end + sends[edge])
-    add("wait", BUBBLE, free, timeline.step_seconds)
-    add("gradients, optimizer", STEP, timeline.step_seconds, timeline.step_seconds + after)
-    add("wait", BUBBLE, timeline.step_seconds + after, step)
+    add("wait", BUBBLE, free, through)
+    add("gradients, optimizer", STEP, through, through + after)
+    add("wait", BUBBLE, through + after, step)
     return tuple(found)
 
 

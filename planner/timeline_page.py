@@ -7,6 +7,7 @@ from html import escape
 
 from ..cost_models.units import format_seconds
 from .plan import Plan
+from .sharding.mesh import described_shares
 from .timeline import BUBBLE, SEND, SimulatedStep, Slice
 
 _WIDTH, _LEFT, _ROW, _BAR = 1200, 130, 40, 24
@@ -23,12 +24,13 @@ def timeline_page(plan: Plan, steps: Sequence[tuple[str, SimulatedStep]]) -> str
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     kinds = [kind for kind in _COLOURS if any(s.kind == kind for _, step in steps for row in step.rows for s in row)]
     key = "".join(f'<span class="key"><span style="color:{_COLOURS[k]}">&#9632;</span> {k}</span>' for k in kinds)
+    counts = described_shares(plan.batch_shares) or plan.microbatches
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>Step of {escape(plan.model.name)}</title>',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{escape(plan.model.name)}: {escape(mesh)}</h1>",
-        f"<p>{plan.microbatches} microbatches, schedule {escape(plan.schedule)}, on {plan.gpus} x "
+        f"<p>{counts} microbatches, schedule {escape(plan.schedule)}, on {plan.gpus} x "
         f"{escape(plan.cluster)}. An action is named stage, F or B, microbatch.</p>",
         f"<p>{key}</p>",
     ]

@@ -49,6 +49,24 @@ def test_rows_have_no_gap_and_no_overlap(example_plan):
         assert clock == pytest.approx(step.step_seconds)
 
 
+def test_dp_ranks_with_their_own_shares_have_rows_of_their_own(example_plan):
+    plan = _planned(example_plan)
+    shared = replace(plan, batch_shares=(6, 2), dp_paces=((1.0, 1.0), (3.0, 3.0)), step_seconds=0.214)
+    step = simulate_plan(shared)
+    # The first dp rank: (6 + 1) x 30 ms; the second: (2 + 1) x 90 ms decides, and its 3 ms.
+    assert step.ranks == ((0, 1), (2, 3), (4, 5), (6, 7))
+    counts = [sum(item.kind == "forward" for item in row) for row in step.rows]
+    assert counts == [6, 2, 6, 2]
+    scale = 0.214 / 0.273
+    ends = [max(item.end_seconds for item in row if item.kind == "backward") / scale for row in step.rows]
+    assert ends[0] == pytest.approx(0.210)
+    assert ends[1] == pytest.approx(0.270)
+    assert [row[-1].end_seconds for row in step.rows] == pytest.approx([0.214] * 4)
+    # Of the second dp rank the first stage: 2 x 180 ms, 30 ms of waiting for the other, and 6 ms.
+    slower = simulate_plan(shared, {2: 2.0})
+    assert slower.step_seconds == pytest.approx(0.396 * scale)
+
+
 def test_a_slow_rank_slows_its_stage(run, write_plan, example_plan):
     file = write_plan(_planned(example_plan))
     data = json.loads(run("timeline", file, "--slow", "rank=5:2", "--json").out)

@@ -59,6 +59,15 @@ def test_shares_of_the_batch_stay_with_the_plan(example_plan: Plan) -> None:
     assert "6 and 2 microbatches of 2 samples by dp rank" in decision_line(plan)
 
 
+def test_says_why_dp_ranks_take_different_shares(example_plan: Plan) -> None:
+    plan = replace(example_plan, batch_shares=(6, 2), dp_paces=((1.0, 1.0), (1.0, 3.0)))
+    text = " ".join(explanations(plan))
+    assert "take 6 and 2 microbatches of the batch because they are not equally fast" in text
+    assert "the slowest needs 3 times as long as the fastest" in text
+    assert "as pinned" in " ".join(explanations(replace(plan, pins={"batch-shares": "3,1"})))
+    assert "microbatches of the batch" not in " ".join(explanations(example_plan))
+
+
 def test_compares_ways_to_add_up_gradients(example_plan: Plan) -> None:
     table = gradient_sync_table(replace(example_plan, mesh={"pp": 2, "dp": 4, "tp": 1}))
     assert [way.split(" ")[0] for way, _ in table.rows] == ["all_reduce", "reduce_scatter,", "parameter"]

@@ -77,6 +77,22 @@ def test_pipelines_share_the_batch_as_no_pin_does_better(schedule):
     assert free.cost.step_seconds < pinned[4, 4]
 
 
+def test_a_dp_rank_with_less_memory_takes_less_of_the_batch():
+    def best(cluster, shares=None):
+        given = setting(cluster, gpus=4, depth=4, shares=shares, pp=2, dp=2)
+        pins = replace(given.pins, schedule="gpipe", zero=0, activation_checkpoint="none")
+        return search(replace(given, pins=pins))
+
+    one = replace(H100, gpus_per_node=1)
+    even = best(one, (1, 1)).best
+    small = replace(FAST, name="small", hbm_bytes=even.cost.memory_bytes - 1)
+    found = best(replace(one, groups=tuple(NodeGroup(gpu=gpu, nodes=1) for gpu in (FAST, small, FAST, small))))
+    assert found.best.fits
+    assert found.best.mesh.shares[0] > found.best.mesh.shares[1]
+    assert min(found.best.hbm_bytes) == small.hbm_bytes
+    assert found.bound_seconds <= found.best.cost.step_seconds
+
+
 def test_a_known_slow_rank_gets_less_and_costs_less_than_it_would():
     usual, slow = search(setting(pp=2)), search(setting(pp=2, slow_ranks={1: 2.0}))
     assert num_units(slow)[1] < num_units(usual)[1]
