@@ -318,7 +318,9 @@ class _Sweep:
             return ()
 
     def _try(self, entry: _Entry, ways: Sequence[Way]) -> None:
-        """Price them."""
+        """Price them; there are none where the placements cannot have the shares of the batch that are pinned."""
+        if not ways:
+            return
         mesh = entry.mesh
         every = self.pricer.priced_ways(mesh, ways, self.best_seconds)
         if not every.candidates:
