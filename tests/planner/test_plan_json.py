@@ -11,6 +11,7 @@ import pytest
 from autopar.planner.errors import AutoparError
 from autopar.planner.plan import IS_OPTIONAL, Plan
 from autopar.planner.plan_json import plan_from_json, plan_to_json, read_plan, relative_to, rounded, schema
+from autopar.planner.schedules import schedule_names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -184,3 +185,9 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 def test_a_mesh_is_read_in_its_own_order(example_plan: Plan) -> None:
     assert list(plan_from_json(plan_to_json(example_plan), where="plan.json").mesh) == ["pp", "dp", "tp"]
+
+
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "none"])
+def test_every_schedule_can_be_read_back(example_plan: Plan, schedule: str) -> None:
+    plan = replace(example_plan, schedule=schedule)
+    assert plan_from_json(plan_to_json(plan), where="plan.json").schedule == schedule
