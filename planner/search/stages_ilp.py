@@ -21,8 +21,8 @@ variables. `cut_by_search` solves the same problem by dynamic programming over (
 Where every cut costs the same, or nearly so, only T is left to decide, and no program is needed (`cut_evenly`): whether
 all stages can stay below a given T is known by filling them from the last one on, each as far as T and memory allow.
 Part of a run that fits fits too, so no other cut leaves less to the stages before. (Where ranks
-differ, a unit may fit one stage and not the next: then the program decides, and filling is only for models too large
-for it.)
+differ, a unit may fit one stage and not the next: a stage is left empty then, no cut is faster than such a filling, and
+the program decides; for models too large for it the fullest stages that are not empty do.)
 
 With several stages per rank the most even cut is taken where it fits: memory alone is worth a program then.
 """
@@ -107,29 +107,29 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
     Raises:
         NoAssignment: too few units, or nothing fits.
     """
-    if not cutting.are_ranks_alike:
-        if cutting.num_stages * len(cutting.seconds) > _MOST_BINARIES:
-            return cut_evenly(cutting)
-        return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
-    if cutting.num_stages > len(set(cutting.rank_of)):
-        ends = cut_evenly(replace(cutting, room_bytes=inf))
-        if objective(cutting, ends) < inf:
-            return ends
-        is_large = cutting.num_stages * len(cutting.seconds) > _FEW_BINARIES
+    has_several, alike = cutting.num_stages > len(set(cutting.rank_of)), cutting.are_ranks_alike
+    size = cutting.num_stages * len(cutting.seconds)
+    ends = cut_evenly(replace(cutting, room_bytes=inf) if has_several else cutting, may_be_empty=not alike)
+    price = objective(cutting, ends)
+    if price < inf and (has_several or _most_saved(cutting, ends) <= _NEGLIGIBLE * price):
+        return ends
+    if not alike and size > _MOST_BINARIES:
+        return cut_evenly(cutting)
+    if alike and not has_several and size > _MOST_COLUMNS:
+        return ends
+    if alike and has_several:
         by_rank = [[s for s, at in enumerate(cutting.rank_of) if at == rank] for rank in sorted({*cutting.rank_of})]
         units = Counter(zip(cutting.held_bytes, cutting.kept_bytes, strict=True))
         least = least_fullest(units, in_flight=cutting.in_flight, by_rank=by_rank)
-        if is_large or least > cutting.room_bytes:
+        if size > _FEW_BINARIES or least > cutting.room_bytes:
             raise NoAssignment
-        return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
-    ends = cut_evenly(cutting)
-    # No other cut can save more than this: its slowest stage is no faster, and its cuts cost what the cheapest do.
-    cheapest = min(cutting.cut_seconds[:-1], default=0.0)
-    saved = sum(cutting.cut_seconds[end - 1] - cheapest for end in ends)
-    is_large = cutting.num_stages * len(cutting.seconds) > _MOST_COLUMNS
-    if is_large or saved <= _NEGLIGIBLE * objective(cutting, ends):
-        return ends
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
+
+
+def _most_saved(cutting: Cutting, ends: Sequence[int]) -> float:
+    """What another cut saves at most where no slowest stage is faster: the price of its cuts over the cheapest."""
+    cheapest = min(cutting.cut_seconds[:-1], default=0.0)
+    return sum(cutting.cut_seconds[end - 1] - cheapest for end in ends)
 
 
 def least_fullest(
@@ -157,13 +157,15 @@ def least_fullest(
     return least / sum(weights)
 
 
-def cut_evenly(cutting: Cutting) -> tuple[int, ...]:
+def cut_evenly(cutting: Cutting, *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The ends that keep the slowest stage shortest; of those that do, the ones with the fullest last stages.
+
+    `may_be_empty`: stages may have no unit, as where none fits a slow one: what then has no empty stage is the best.
 
     Raises:
         NoAssignment: too few units, or nothing fits.
     """
-    filling = _Filling(cutting)
+    filling = _Filling(cutting, may_be_empty)
     ends, _ = filling.below(inf)
     if ends is None:
         raise NoAssignment
@@ -186,6 +188,7 @@ class _Filling:
     """Stages filled from the last one on; sums count from the end of the model."""
 
     cutting: Cutting
+    may_be_empty: bool
 
     @cached_property
     def _time(self) -> list[float]:
@@ -212,9 +215,9 @@ class _Filling:
             last = min(most, bisect_right(time, time[taken] + limit / pace * (1 + _ROUNDING)) - 1)
             if last < most:
                 following = min(following, (time[last + 1] - time[taken]) * pace)
-            if last <= taken:
+            if last <= taken and not self.may_be_empty:
                 return None, following
-            taken = last
+            taken = max(last, taken)
             found.append(units - taken)
         return (tuple(reversed(found[:-1])) if taken == units else None), following
 
