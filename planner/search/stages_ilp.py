@@ -108,20 +108,22 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
         NoAssignment: too few units, or nothing fits.
     """
     has_several, alike = cutting.num_stages > len(set(cutting.rank_of)), cutting.are_ranks_alike
-    size = cutting.num_stages * len(cutting.seconds)
-    ends = cut_evenly(replace(cutting, room_bytes=inf) if has_several else cutting, may_be_empty=not alike)
+    most = _FEW_BINARIES if has_several else _MOST_COLUMNS if alike else _MOST_BINARIES
+    is_large = cutting.num_stages * len(cutting.seconds) > most
+    rooms = replace(cutting, room_bytes=inf) if has_several else cutting
+    ends = cut_evenly(rooms, may_be_empty=not alike)
     price = objective(cutting, ends)
-    if price < inf and (has_several or _most_saved(cutting, ends) <= _NEGLIGIBLE * price):
+    if price < inf and (has_several or is_large or _most_saved(cutting, ends) <= _NEGLIGIBLE * price):
         return ends
-    if not alike and size > _MOST_BINARIES:
-        return cut_evenly(cutting)
-    if alike and not has_several and size > _MOST_COLUMNS:
+    if is_large:
+        ends = cut_evenly(rooms)
+        if objective(cutting, ends) == inf:
+            raise NoAssignment
         return ends
-    if alike and has_several:
+    if has_several:
         by_rank = [[s for s, at in enumerate(cutting.rank_of) if at == rank] for rank in sorted({*cutting.rank_of})]
         units = Counter(zip(cutting.held_bytes, cutting.kept_bytes, strict=True))
-        least = least_fullest(units, in_flight=cutting.in_flight, by_rank=by_rank)
-        if size > _FEW_BINARIES or least > cutting.room_bytes:
+        if least_fullest(units, in_flight=cutting.in_flight, by_rank=by_rank) > cutting.room_bytes:
             raise NoAssignment
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
 
