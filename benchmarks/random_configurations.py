@@ -25,7 +25,9 @@ from autopar.planner.checkpointing import POLICIES, name_of
 from autopar.planner.driver import PlanRequest, capture, check_request
 from autopar.planner.schedules import get_schedule, schedule_names
 from autopar.planner.search.answer import Candidate, Setting, rank
-from autopar.planner.search.candidates import Pins, num_cuttable, possible_meshes
+from autopar.planner.search.candidates import possible_meshes
+from autopar.planner.search.pins import Pins
+from autopar.planner.search.policies import num_cuttable
 from autopar.planner.search.sweep import _Sweep, search
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.program import Placements

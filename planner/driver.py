@@ -131,8 +131,8 @@ def plan_graph(
     graph: ModelGraph, request: PlanRequest, cluster: Cluster, progress: Callable[[str], None] | None = None
 ) -> Planned:
     """Search the plan of a captured graph."""
-    from .search.candidates import Pins
     from .search.infeasible import explain
+    from .search.pins import Pins
     from .search.sweep import NothingFits, Setting, search
 
     pins = Pins(

@@ -13,8 +13,8 @@ from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
 from ..zero import Zero
 from .batch import BatchSplit
-from .candidates import Pins
 from .evaluate import Evaluated
+from .pins import Pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

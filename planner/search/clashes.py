@@ -13,7 +13,8 @@ from dataclasses import replace
 from ...cost_models.errors import AutoparError
 from ..sharding.mesh import AXES, Mesh
 from .batch import BatchSplit
-from .candidates import Pins, possible_meshes, written_shares
+from .candidates import possible_meshes
+from .pins import Pins, written_shares
 from .space import Space
 
 _FIELDS = ("zero", "zero_shard_size", "schedule", "stages_per_rank", "microbatch_size", "batch_shares")

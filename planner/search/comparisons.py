@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..sharding.mesh import Mesh
 from .answer import Candidate, Setting, best_of_other_meshes, rank
-from .candidates import checkpoints_for, shardings_for
 from .placing import Placer
+from .policies import checkpoints_for, shardings_for
 from .pricing import Pricer
 
 _NUM_RUNNERS = 8  # that are simulated though they lose

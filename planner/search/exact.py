@@ -19,8 +19,9 @@ from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..zero import Zero
 from .assignment import NoAssignment, Stopped
-from .candidates import always_fills, checkpoints_for, num_cuttable, pipelines_for, shardings_for
+from .mesh_bounds import always_fills
 from .placements_ilp import consistent
+from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .problem import Built, build_problem
 from .recompute import every_mix
 from .space import Rules

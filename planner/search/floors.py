@@ -13,9 +13,10 @@ from math import inf
 from ..checkpointing import Checkpointing
 from ..schedules import get_schedule, in_flight, stages_by_rank
 from ..zero import Zero, highest
-from .candidates import Pipeline, always_fills, pipeline_factor
 from .evaluate import Evaluator
 from .least_recompute import least_recomputed
+from .mesh_bounds import always_fills, pipeline_factor
+from .policies import Pipeline
 from .prices import slowest_of_nodes
 from .stage_costs import StageCost
 from .stages_ilp import least_fullest

@@ -9,7 +9,8 @@ from ...cost_models.optimizer import get_optimizer
 from ...cost_models.stacks import Stack
 from ..sharding.mesh import Mesh
 from .answer import Candidate, Setting
-from .candidates import Pins, zeros_for
+from .pins import Pins
+from .policies import zeros_for
 
 # Tensors of a parameter's size beside the optimizer's, in stored bytes: itself and its gradient, both of which other
 # stacks may keep in the compute dtype (half as wide at least), beside masters that are the optimizer's.

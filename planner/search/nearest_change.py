@@ -19,8 +19,9 @@ from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
 from .answer import Candidate, NothingFits, Setting
 from .batch import find_batch_split
-from .candidates import possible_meshes, zeros_for
+from .candidates import possible_meshes
 from .least_memory import Estimate, states_of
+from .policies import zeros_for
 from .prices import in_precision
 from .space import Space
 from .sweep import some_plan

@@ -19,9 +19,10 @@ from ..sharding.program import Placements
 from ..zero import FREED, KEPT, Zero, highest
 from .answer import Candidate, Setting, rank
 from .assignment import NoAssignment
-from .candidates import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for, written_shares
 from .evaluate import Evaluator
 from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
+from .pins import written_shares
+from .policies import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .prices import Prices
 from .rank_speeds import Devices
 from .recompute import Recomputation

@@ -15,7 +15,7 @@ from ...cost_models.hardware import Cluster, Gpu
 from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
-from .candidates import whole_model
+from .mesh_bounds import whole_model
 from .space import Space
 
 

@@ -19,9 +19,9 @@ from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from ..zero import highest
 from .assignment import NoAssignment
-from .candidates import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .least_memory import states_of
+from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .problem import Built
 from .step_model import Policy
 from .step_uses import Uses

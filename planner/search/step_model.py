@@ -39,8 +39,8 @@ from ..checkpointing import Checkpointing, policy_of
 from ..schedules import Schedule, get_schedule, in_flight
 from ..zero import Zero, highest
 from .assignment import Choice, Stopped
-from .candidates import pipeline_factor
 from .linear import Linear, add, scaled, sum_of
+from .mesh_bounds import pipeline_factor
 from .prices import edge_of, slowest_of_nodes
 from .problem import Built
 from .solver import run_solver

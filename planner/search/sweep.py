@@ -21,18 +21,13 @@ from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .answer import Candidate, Found, NothingFits, Setting, rank
 from .batch import BatchSplit, find_batch_split
-from .candidates import (
-    WholeModel,
-    always_fills,
-    bound_seconds,
-    whole_model,
-    zeros_for,
-)
 from .clashes import meshes_under
 from .comparisons import Comparisons
 from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
+from .mesh_bounds import WholeModel, always_fills, bound_seconds, whole_model
 from .placing import Placer
+from .policies import zeros_for
 from .prices import in_precision
 from .pricing import Pricer, Way, best_of
 from .rank_speeds import Devices, devices_of

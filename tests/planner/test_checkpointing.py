@@ -12,7 +12,8 @@ from autopar.planner.errors import AutoparError
 from autopar.planner.explain import decision_line
 from autopar.planner.fqn_patterns import fold
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
-from autopar.planner.search.candidates import Pins, checkpoints_for
+from autopar.planner.search.pins import Pins
+from autopar.planner.search.policies import checkpoints_for
 
 sys.path.insert(0, str(Path(__file__).parent / "search"))
 from graphs import residual_mlp

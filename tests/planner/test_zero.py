@@ -13,7 +13,8 @@ from autopar.planner.errors import AutoparError
 from autopar.planner.explain import decision_line
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
 from autopar.planner.replay import request_of
-from autopar.planner.search.candidates import Pins, shardings_for
+from autopar.planner.search.pins import Pins
+from autopar.planner.search.policies import shardings_for
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.zero import highest, parse_zero, stages_by_unit
 

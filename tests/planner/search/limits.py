@@ -10,7 +10,7 @@ import pytest
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.capture.graph import ModelGraph
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.sweep import Setting, search
 from oracle import Machine, Price, every_plan
 

@@ -11,8 +11,8 @@ from itertools import combinations, product
 from autopar.cost_models.hardware import Cluster
 from autopar.planner.capture.graph import Kind, ModelGraph, Ref
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins
 from autopar.planner.search.evaluate import Evaluator
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.prices import Prices
 from autopar.planner.search.rank_speeds import RankSpeeds
 from autopar.planner.search.space import Space

@@ -12,8 +12,8 @@ from autopar.cost_models.stacks import load_stack
 from autopar.planner.schedules import schedule_names
 from autopar.planner.search.answer import NothingFits, Setting
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins, written_shares
 from autopar.planner.search.clashes import meshes_under
+from autopar.planner.search.pins import Pins, written_shares
 from autopar.planner.search.space import Space
 from autopar.planner.search.sweep import search
 from autopar.planner.sharding.mesh import AXES

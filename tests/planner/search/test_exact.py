@@ -8,7 +8,8 @@ import pytest
 from autopar.cost_models.hardware import NodeGroup, load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins, whole_model
+from autopar.planner.search.mesh_bounds import whole_model
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.space import Space
 from autopar.planner.search.sweep import Setting, search
 from autopar.planner.sharding.mesh import Axis

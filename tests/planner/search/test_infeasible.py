@@ -8,9 +8,9 @@ from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.search.batch import BatchSplit
-from autopar.planner.search.candidates import Pins
 from autopar.planner.search.infeasible import explain
 from autopar.planner.search.least_memory import states_of
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.sweep import NothingFits, Setting, search
 from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp

@@ -6,7 +6,7 @@ import pytest
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.hardware import NodeGroup, load_cluster, load_gpu
 from autopar.cost_models.stacks import load_stack
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.sweep import Setting, search
 from graphs import residual_mlp
 

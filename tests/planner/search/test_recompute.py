@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 from autopar.planner.checkpointing import POLICIES
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.recompute import Blocks, every_mix, least_seconds
 from graphs import chain
 from limits import compare

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 from autopar.planner.capture.graph import Kind, ModelGraph, ModelInput, ParameterInfo, Ref, Template, Unit, Value
-from autopar.planner.search.candidates import Pins
 from autopar.planner.search.evaluate import Evaluator
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.prices import Prices
 from autopar.planner.search.resharding import Resharding
 from autopar.planner.search.sweep import Setting, search

@@ -9,8 +9,10 @@ from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.candidates import Pins, possible_meshes, shardings_for
+from autopar.planner.search.candidates import possible_meshes
 from autopar.planner.search.infeasible import explain
+from autopar.planner.search.pins import Pins
+from autopar.planner.search.policies import shardings_for
 from autopar.planner.search.space import Space
 from autopar.planner.search.sweep import NothingFits, Setting, search
 from autopar.planner.sharding.mesh import Mesh

@@ -11,7 +11,7 @@ from autopar.cost_models.stacks import load_stack
 from autopar.planner.search import placements_ilp, step_model, sweep
 from autopar.planner.search.answer import Setting
 from autopar.planner.search.assignment import Stopped
-from autopar.planner.search.candidates import Pins
+from autopar.planner.search.pins import Pins
 from autopar.planner.search.solver import run_solver
 from autopar.planner.search.sweep import search
 from graphs import residual_mlp
