@@ -23,7 +23,7 @@ from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
 from .least_memory import states_of
 from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .problem import Built
-from .step_model import Policy
+from .step_model import Policy, StepModel
 from .step_uses import Uses
 
 if TYPE_CHECKING:
@@ -125,39 +125,55 @@ class Refiner:
         gpu, states = self.setting.cluster.gpu, states_of(self.setting)
         room = gpu.hbm_bytes - gpu.overhead_bytes
         shardings = shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster)
-        for stages, (zero, replicas), checkpoint in product(cuts, shardings, checkpoints):
-            if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
-                continue
+        for stages, (zero, replicas) in product(cuts, shardings):
             if states.held(mesh, highest(zero), mesh.state_ranks // replicas) > room:
                 continue
-            policy = Policy(
-                stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas
-            )
-            found = self._solved(mesh, joint, policy, known)
-            if found is not None:
-                yield found
+            closed = inf  # the relaxation of a policy that memory did not keep from the best placements
+            for checkpoint in checkpoints:
+                if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
+                    continue
+                policy = Policy(
+                    stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas
+                )
+                try:
+                    model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
+                    bound, chosen = model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())
+                    # Computing more again only helps where it makes room for cheaper placements.
+                    if bound >= min(known, closed):
+                        continue
+                    found = self._solved(mesh, joint, model, chosen, known)
+                except NoAssignment:
+                    continue
+                closed = bound
+                if found is not None:
+                    known = min(known, found.cost.step_seconds)
+                    yield found
 
-    def _solved(self, mesh: Mesh, joint: _Joint, policy: Policy, known: float) -> Candidate | None:
-        """The program's answer; where its memory row, a lower bound, was too kind, the next best that fits."""
-        plan: Candidate | None = None
-        try:
-            model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
-            bound, chosen = model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())
-            for _ in range(_MOST_TRIES):
+    def _solved(
+        self, mesh: Mesh, joint: _Joint, model: StepModel, chosen: tuple[int, ...] | None, known: float
+    ) -> Candidate | None:
+        """The program's answer, None where it is not below `known`; where its memory row, a lower bound, was too kind,
+        the next best that fits. `chosen` is that of the relaxation, if integral.
+
+        Raises:
+            NoAssignment: nothing fits, as far as was looked.
+        """
+        for tries in range(_MOST_TRIES):
+            if chosen is None:
+                left = self.leaves.seconds_left()
+                bound, chosen = model.solve(as_mip=True, time_limit_seconds=left, known_seconds=known)
                 if bound >= known:
+                    if not tries:
+                        return None
                     break
-                if chosen is None:
-                    bound, chosen = model.solve(as_mip=True, time_limit_seconds=self.leaves.seconds_left())
-                assert chosen is not None
-                placements = joint.built.read(len(self.setting.graph.templates), chosen)
-                plan = self.leaves.price(mesh, placements, policy)
-                if plan is not None and plan.fits:
-                    break
-                model.forbid(chosen)
-                chosen = None
-        except NoAssignment:
-            pass  # nothing more is left to try
-        return plan
+            assert chosen is not None
+            placements = joint.built.read(len(self.setting.graph.templates), chosen)
+            plan = self.leaves.price(mesh, placements, model.policy)
+            if plan is not None and plan.fits:
+                return plan
+            model.forbid(chosen)
+            chosen = None
+        raise NoAssignment
 
     def rescue(self, meshes: Iterable[Mesh], found: Sequence[Candidate]) -> Candidate | None:
         """A plan that fits where the sweep found none, the fastest; pipelines with many cuts keep those in `found`."""
@@ -170,7 +186,7 @@ class Refiner:
             if len(cuts) > _MOST_CUTS:
                 known = (candidate.stages for candidate in found if candidate.outer == mesh)
                 cuts = tuple(dict.fromkeys(stages for stages in known if len(stages) == num_stages))
-            fitting.extend(plan for plan in self._placed(mesh, schedule, cuts, checkpoints, inf) if plan.fits)
+            fitting.extend(self._placed(mesh, schedule, cuts, checkpoints, inf))
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
 
 

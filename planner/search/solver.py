@@ -23,15 +23,26 @@ from .assignment import NoAssignment, Stopped
 _OF_RELAXATIONS = {"presolve": "off", "simplex_dual_edge_weight_strategy": 1}
 
 
-def run_solver(lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None) -> None:
+# Where only what beats a known value is of interest, the root relaxation mostly tells: presolve takes most of the time.
+_OF_CUTOFFS = {"presolve": "off", "mip_max_nodes": 200}
+
+
+def run_solver(
+    lp: pulp.LpProblem, *, as_mip: bool, time_limit_seconds: float | None = None, cutoff: float = inf
+) -> None:
     """Solve on one thread, silent and repeatable.
+
+    `cutoff`: an integer program ends once nothing below it is left, with any value that is not below it or infeasible;
+    and after some nodes, which is `Stopped` or not optimal.
 
     Raises:
         NoAssignment: infeasible.
-        Stopped: no solution within the time limit; of a linear program, no optimal one.
+        Stopped: no solution within the limits; of a linear program, no optimal one.
         AutoparError: HiGHS is not installed.
     """
-    options: dict[str, Any] = {"mip_rel_gap": 1e-9} if as_mip else _OF_RELAXATIONS
+    options: dict[str, Any] = {"mip_rel_gap": 1e-9} if as_mip else dict(_OF_RELAXATIONS)
+    if as_mip and cutoff < inf:
+        options |= {**_OF_CUTOFFS, "objective_bound": cutoff}
     solver: Any = _HiGHS(mip=as_mip, msg=False, threads=1, timeLimit=time_limit_seconds, **options)
     if not solver.available():
         raise AutoparError("the solver HiGHS is missing", fix="pip install highspy")
@@ -67,6 +78,7 @@ _STATUS = {
     "kOptimal": (pulp.LpStatusOptimal, pulp.LpSolutionOptimal),
     "kInfeasible": (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible),
     "kUnboundedOrInfeasible": (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible),
+    "kSolutionLimit": (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible),
     "kTimeLimit": (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible),
     "kInterrupt": (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible),
 }

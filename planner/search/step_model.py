@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pulp
@@ -303,19 +304,25 @@ class StepModel:
             add(row, {self.columns.x[n, k]: 1.0})
         self.columns.row(row, pulp.LpConstraintLE, len(chosen) - 1.0)
 
-    def solve(self, *, as_mip: bool, time_limit_seconds: float | None = None) -> tuple[float, tuple[int, ...] | None]:
+    def solve(
+        self, *, as_mip: bool, time_limit_seconds: float | None = None, known_seconds: float = inf
+    ) -> tuple[float, tuple[int, ...] | None]:
         """(bound in seconds, assignment); without an assignment where it is a relaxation that came out fractional.
+
+        `known_seconds`: of a plan. An integer program is only asked for what is below, and stops early: a value that
+        is not below is no more than the answer that there is none.
 
         Raises:
             NoAssignment: the policy has no plan.
-            Stopped: the time was up before the best one was known.
+            Stopped: the limits were reached before the best one was known.
         """
         for column in self.columns.x.values():
             if column is not None:
                 column.cat = pulp.LpInteger if as_mip else pulp.LpContinuous
         bound = self.constant
         if self.columns.num_columns:
-            run_solver(self.columns.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds)
+            cutoff = known_seconds * SCALE / self.slower - self.constant
+            run_solver(self.columns.lp, as_mip=as_mip, time_limit_seconds=time_limit_seconds, cutoff=cutoff)
             if self.columns.lp.sol_status != pulp.LpSolutionOptimal:
                 raise Stopped
             value: Any = pulp.value(self.columns.lp.objective)  # a number once solved; pulp's types allow expressions

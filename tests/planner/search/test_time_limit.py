@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from math import inf
 from types import SimpleNamespace
 
 import pulp
@@ -48,11 +49,11 @@ def test_a_program_ends_with_its_time(as_mip):
 def test_programs_are_given_what_is_left_once_a_plan_is_known(monkeypatch, is_exact):
     clock, given = count(), []
 
-    def stopped(lp, *, as_mip, time_limit_seconds=None):
+    def stopped(lp, *, as_mip, time_limit_seconds=None, cutoff=inf):
         given.append(time_limit_seconds)
         if time_limit_seconds is not None:
             raise Stopped
-        run_solver(lp, as_mip=as_mip)
+        run_solver(lp, as_mip=as_mip, cutoff=cutoff)
 
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for module in (placements_ilp, step_model):

@@ -1,0 +1,65 @@
+"""The program of the whole step beside the sweep: solved where it can matter, and as far."""
+
+from dataclasses import replace
+from math import inf
+
+import pulp
+import pytest
+from autopar.cost_models.hardware import load_cluster
+from autopar.cost_models.stacks import load_stack
+from autopar.planner.search.answer import Setting
+from autopar.planner.search.assignment import NoAssignment
+from autopar.planner.search.candidates import Pins
+from autopar.planner.search.policies import shardings_for
+from autopar.planner.search.pricing import Pricer
+from autopar.planner.search.solver import run_solver
+from autopar.planner.search.sweep import search
+from graphs import residual_mlp
+
+SETTING = Setting(
+    graph=residual_mlp(batch=8, width=16, hidden=32, depth=2), gpus=4, cluster=load_cluster("h100-sxm"),
+    stack=load_stack("eager"), precision="fp32", optimizer="adamw", pins=Pins(mesh={"dp": 2, "tp": 2}),
+)  # fmt: skip
+
+
+def knapsack() -> pulp.LpProblem:
+    """The least weight of at least 100 of 12 items."""
+    lp = pulp.LpProblem("knapsack", pulp.LpMinimize)
+    columns = [lp.add_variable(f"x{k:02d}", 0, 1, pulp.LpInteger) for k in range(12)]
+    weights = [17 + (7 * k * k) % 23 for k in range(12)]
+    values = [19 + (5 * k * k) % 17 for k in range(12)]
+    lp.setObjective(pulp.LpAffineExpression([(c, float(w)) for c, w in zip(columns, weights, strict=True)]))
+    terms = [(c, float(v)) for c, v in zip(columns, values, strict=True)]
+    lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=100.0))
+    return lp
+
+
+def solved(cutoff: float) -> float:
+    lp = knapsack()
+    try:
+        run_solver(lp, as_mip=True, cutoff=cutoff)
+    except NoAssignment:
+        return inf
+    return pulp.value(lp.objective)
+
+
+def test_a_cutoff_changes_no_answer_below_it_and_lets_no_other_through():
+    least = solved(inf)
+    assert solved(least + 0.5) == pytest.approx(least)
+    assert solved(least - 0.5) >= least
+
+
+def test_where_memory_is_no_matter_recomputation_is_not_tried(monkeypatch):
+    """The same placements would only be slower."""
+    tried: list[object] = []
+    price = Pricer.leaf
+
+    def counted(self, mesh, placements, policy, best):
+        tried.append(policy.activation_checkpoint)
+        return price(self, mesh, placements, policy, best)
+
+    monkeypatch.setattr(Pricer, "leaf", counted)
+    found = search(SETTING)
+    assert set(tried) == {"none"}
+    assert len(tried) <= len(shardings_for(SETTING.graph, found.best.mesh, SETTING.pins, SETTING.cluster))
+    assert found.best.cost.step_seconds <= 1.01 * search(replace(SETTING, exact=True)).best.cost.step_seconds
