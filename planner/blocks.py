@@ -72,11 +72,14 @@ def expanded(patterns: Mapping[str, T], *, where: str) -> dict[str, T]:
     """Values by pattern -> by name.
 
     Raises:
-        AutoparError: a name stands in two patterns.
+        AutoparError: a name stands in two patterns; a run that ends before it begins.
     """
     found: dict[str, T] = {}
     for pattern, value in patterns.items():
-        for name in expand(pattern):
+        names = expand(pattern)
+        if not names:
+            raise AutoparError(f"{pattern} names no block", where=where, fix="write runs upwards: h.{0..3}")
+        for name in names:
             if name in found:
                 raise AutoparError(f"block {name} is named twice", where=where, fix="keep one of the two")
             found[name] = value

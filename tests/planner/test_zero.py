@@ -75,7 +75,12 @@ def test_pins_that_say_nothing(text, message):
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"), [({"h.77": 2, "*": 3}, "there is no block 'h.77'"), ({}, "no ZeRO stage")]
+    ("stages", "message"),
+    [
+        ({"h.77": 2, "*": 3}, "there is no block 'h.77'"),
+        ({}, "no ZeRO stage"),
+        ({"h.{2..0}": 2, "*": 3}, r"h\.\{2\.\.0\} names no block"),
+    ],
 )
 def test_blocks_are_all_there_and_all_named(stages, message):
     with pytest.raises(AutoparError, match=message):
