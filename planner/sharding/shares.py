@@ -51,10 +51,17 @@ def _reasons(program: ModelProgram) -> Iterator[str]:
             found = in_microbatch if once is None else once
             if any(change.axis == "dp" and (once is None or not _adds_up(change)) for change in found):
                 yield f"an input of {name} changes its placement over dp"
+            if any(_counts_samples(change) for change in once or ()):
+                yield f"an input of {name} is cut sample by sample over another axis"
 
 
 def _adds_up(change: Change) -> bool:
     return change.conversion.forward in _OF_ANY_SIZE
+
+
+def _counts_samples(change: Change) -> bool:
+    """Whether its code says how many groups there are, which of flat samples and tokens is how many samples."""
+    return max(change.source.groups, change.target.groups) > 1
 
 
 def _of_microbatch(lowered: TemplateProgram) -> Iterator[str]:
@@ -85,6 +92,8 @@ def _of_prelude(program: ModelProgram, lowered: TemplateProgram) -> Iterator[str
         if isinstance(step, Convert):
             if step.change.axis == "dp" and not _adds_up(step.change):
                 yield f"{step.source.ref.node} of the inputs changes its placement over dp"
+            elif _counts_samples(step.change):
+                yield f"{step.source.ref.node} of the inputs is cut sample by sample over {step.change.axis}"
         elif any(use.axis == "dp" for use in step.collectives) or not _is_of_any_size(step, program):
             yield f"{step.node.name} of the inputs depends on how many samples a dp rank has"
 

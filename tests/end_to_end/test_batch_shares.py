@@ -119,3 +119,14 @@ def test_a_model_that_cuts_its_inputs_evenly_says_so(tmp_path):
     with pytest.raises(AutoparError, match="batch-shares=3,1 cannot be: .* how many samples a dp rank has") as caught:
         shared(path, {"dp": 2, "pp": 1, "tp": 1}, (3, 1), batch_size=8)
     assert "leave batch-shares out" in str(caught.value.fix)
+
+
+def test_labels_cut_sample_by_sample_over_another_axis_have_one_share():
+    mesh = {"dp": 2, "cp": 2, "pp": 1, "tp": 1}
+    arguments = {"num_layers": 2, "context": 16}
+    with pytest.raises(AutoparError, match="sample by sample"):
+        make_plan(
+            PlanRequest(
+                model=str(SAMPLES / "gpt.py"), arguments=arguments, gpus=4, batch_size=8, mesh=mesh, batch_shares=(3, 1)
+            )
+        )
