@@ -11,6 +11,7 @@ from .placing import Placer
 from .policies import checkpoints_for, shardings_for
 from .pricing import Pricer
 
+_NUM_COMPLETE = 3  # runners-up that are shown at their best
 _NUM_RUNNERS = 8  # that are simulated though they lose
 
 
@@ -29,7 +30,8 @@ class Comparisons:
         gpus = self.setting.gpus
         for axis in ("dp", "tp", "pp", "cp", "ep") if gpus > 1 else ():
             same = [mesh for mesh in every if mesh.sizes[axis] == gpus]
-            if not any(candidate.outer in same for candidate in found):
+            # The most promising one, for the search may have left it out and kept one that is worse.
+            if not any(candidate.outer in same[:1] for candidate in found):
                 for mesh in same[:1] if not self.is_late() else ():
                     found.extend(self.solve(mesh))
             priced = [candidate for candidate in found if candidate.outer in same]
@@ -56,6 +58,14 @@ class Comparisons:
                 each = self.pricer.candidate(evaluator, pipeline, zero, checkpoint)
                 if each is not None:
                     yield name, self.pricer.simulated(each)
+
+    def complete(self, every: Sequence[Mesh], found: list[Candidate], chosen: Candidate) -> None:
+        """Add the nearest other meshes with their most promising microbatches, where the search left these out."""
+        priced = {candidate.outer for candidate in found}
+        for other in best_of_other_meshes(found, chosen)[:_NUM_COMPLETE]:
+            mesh = next(mesh for mesh in every if mesh.sizes == other.outer.sizes)
+            if mesh not in priced and not self.is_late():
+                found.extend(self.solve(mesh))
 
     def runners_up(self, found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
         """The best of every other mesh, the first few simulated."""

@@ -143,6 +143,7 @@ class _Sweep:
             solve=lambda mesh: self._solve(mesh, once=True),
             is_late=lambda: self._seconds_left() == 0,
         )
+        others.complete(everything, self.found, min(self._fitting(), key=rank))
         baselines = tuple(others.baselines(everything, self.found))
         chosen = min(self._fitting(), key=rank)
         if proven is not None:

@@ -65,6 +65,18 @@ def test_single_axis_runners_up_are_priced():
     assert {(1, 8, 1), (1, 1, 8), (8, 1, 1)} <= sizes
 
 
+def test_others_are_shown_at_their_best():
+    # Data parallelism wins here, and bounds leave out most numbers of microbatches of the pipelines.
+    graph = residual_mlp(batch=65536, width=1024, hidden=4096, depth=7)
+    found = search(setting(graph=graph))
+    single = [(each, {axis: 8}) for axis in ("tp", "pp") for name, each in found.baselines if name == f"{axis} only"]
+    nearest = [(each, each.mesh.sizes) for each in found.runners_up if each.fits][:3]
+    assert len(single) == 2
+    assert any(each.mesh.pp > 1 for each, _ in nearest)
+    for each, mesh in (*single, *nearest):
+        assert each.cost.step_seconds <= 1.2 * search(setting(graph=graph, **mesh)).best.cost.step_seconds
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
