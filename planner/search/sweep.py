@@ -246,7 +246,9 @@ class _Sweep:
         for mesh in order:
             if bounds[mesh] < self.best_seconds:
                 inner = tuple(mesh.sizes[name] for name in SPLIT_AXES[1:])
-                alike.setdefault((*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches), []).append(mesh)
+                # Labellings that differ on dp alone are one where there is no dp.
+                kind = (*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches, min(mesh.dp, 2))
+                alike.setdefault(kind, []).append(mesh)
         entries: list[_Entry] = []
         queue: list[_Queued] = []
         slow: list[tuple[int, ...]] = []

@@ -249,7 +249,8 @@ class UnitCosts:
             kept = of_template.inputs()
             working = plain.working_bytes + plain.saved_bytes
         elif policy == _SELECTIVE:
-            results = [step for step in lowered.steps if keeps_result(step)]
+            # Another mesh may have lowered it: the same steps, whose layouts name other axes.
+            results = [step for step in of_template.lowered.steps if keeps_result(step)]
             kept = of_template.inputs(results)
             # What autograd keeps of these results is there already when the rest is computed again.
             working = plain.working_bytes + of_template.kept(there=results).num_bytes

@@ -49,6 +49,14 @@ def test_the_best_of_all_meshes_is_no_worse_than_any_pinned_one():
     assert free.bound_seconds <= free.best.cost.step_seconds
 
 
+def test_a_slow_rank_leaves_out_no_mesh():
+    for graph in (residual_mlp(batch=64, width=512, hidden=2048, depth=7), residual_mlp(batch=4096, width=1024)):
+        free = search(replace(setting(graph=graph), slow_ranks={3: 1.4})).best
+        for pp in (1, 2, 4):
+            pinned = search(replace(setting(graph=graph, pp=pp, dp=8 // pp, tp=1), slow_ranks={3: 1.4})).best
+            assert free.cost.step_seconds <= pinned.cost.step_seconds * 1.01
+
+
 def test_predictions_add_up():
     for mesh in ({"pp": 2, "dp": 2, "tp": 2}, {"dp": 8}, {"tp": 8}):
         cost = search(setting(**mesh)).best.cost
