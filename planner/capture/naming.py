@@ -32,7 +32,7 @@ def relative(path: str, fqn: str) -> str | None:
 
 
 def camel(name: str) -> str:
-    """lm_head -> LmHead"""
+    """Words joined by anything else, as a class has them: out_proj -> OutProj."""
     words = [word for word in re.split(r"\W|_", name) if word]
     return "".join(word[0].upper() + word[1:] for word in words) or "Operations"
 

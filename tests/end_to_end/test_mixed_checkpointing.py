@@ -1,40 +1,22 @@
 """Checkpointing that differs by block: values, collectives and kept bytes of what is emitted."""
 
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 
+import pinned
 import pytest
 from autopar.compiler.package import emit_package
 from autopar.compiler.verify import verify
 from autopar.compiler.verify.saved import compare_bytes
-from autopar.planner.driver import PlanRequest, make_plan
-
-SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 
 pytestmark = pytest.mark.gloo
 
 
-def planned(model, mesh, checkpoint, *, arguments=None, batch_size=4, **pins):
-    request = PlanRequest(
-        model=str(SAMPLES / f"{model}.py"),
-        arguments=arguments or {"num_layers": 4, "context": 16},
-        gpus=prod(mesh.values()),
-        batch_size=batch_size,
-        mesh={"dp": 1, "tp": 1, "pp": 1, **mesh},
-        activation_checkpoint=checkpoint,
-        **pins,
-    )
-    return make_plan(request)
+def planned(model, mesh, checkpoint, **pins):
+    return pinned.planned(model, mesh, activation_checkpoint=checkpoint, **pins)
 
 
 def check(folder, model, mesh, checkpoint, **given):
-    made = planned(model, mesh, checkpoint, **given)
-    emit_package(made.plan, made.graph, folder / "package", force=False)
-    report = verify(made.plan, folder / "package", graph=made.graph, timeout_seconds=240.0)
-    assert report.ok, "\n".join(report.lines())
-    assert report.worst_relative_error <= 1e-9
-    return made.plan, (folder / "package" / "sharded_model.py").read_text()
+    return pinned.verified(folder, model, mesh, activation_checkpoint=checkpoint, **given)
 
 
 def recomputed_messages(plan) -> int:

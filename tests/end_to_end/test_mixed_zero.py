@@ -1,40 +1,21 @@
 """ZeRO-2 and ZeRO-3 by block: values and collectives of what is emitted."""
 
 from collections import Counter
-from math import prod
-from pathlib import Path
 
+import pinned
 import pytest
-from autopar.compiler.package import emit_package
 from autopar.compiler.verify import verify
-from autopar.planner.driver import PlanRequest, make_plan
 from autopar.planner.errors import AutoparError
-
-SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 
 pytestmark = pytest.mark.gloo
 
 
-def planned(model, mesh, zero, *, arguments=None, batch_size=8, **pins):
-    request = PlanRequest(
-        model=str(SAMPLES / f"{model}.py"),
-        arguments=arguments or {"num_layers": 4, "context": 16},
-        gpus=prod(mesh.values()),
-        batch_size=batch_size,
-        mesh={"dp": 1, "tp": 1, "pp": 1, **mesh},
-        zero=zero,
-        **pins,
-    )
-    return make_plan(request)
+def planned(model, mesh, zero, *, batch_size=8, **pins):
+    return pinned.planned(model, mesh, batch_size=batch_size, zero=zero, **pins)
 
 
-def check(folder, model, mesh, zero, **given):
-    made = planned(model, mesh, zero, **given)
-    emit_package(made.plan, made.graph, folder / "package", force=False)
-    report = verify(made.plan, folder / "package", graph=made.graph, timeout_seconds=240.0)
-    assert report.ok, "\n".join(report.lines())
-    assert report.dtype == "float64"
-    return made.plan, (folder / "package" / "sharded_model.py").read_text()
+def check(folder, model, mesh, zero, *, batch_size=8, **given):
+    return pinned.verified(folder, model, mesh, batch_size=batch_size, zero=zero, **given)
 
 
 def gathers(plan) -> int:

@@ -287,7 +287,6 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
     )
     if modules.updates_buffers:
         yield step_functions.UPDATE_BUFFERS
-    dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
     if modules.has_shards:
         yield zero1_functions.groups(list(modules.blocks.values()), several_dtypes=len(dtypes) > 1)
         yield zero1_functions.exchange(modules.parameter_axes, over=mesh.state_axis)
