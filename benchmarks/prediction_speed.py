@@ -49,7 +49,7 @@ def configurations() -> Iterator[Setup]:
                 shape=_SHAPE, layers=_LAYERS, width=_WIDTH, cluster=cluster, stack=stack, precision="bf16",
                 tp=tp, pp=pp, dp=dp, replicas=1, zero=zero, policy=policy, schedule="1f1b" if pp > 1 else "none",
                 sequence_parallel=True, memory="computed", global_batch=_BATCH, microbatch_sizes=(microbatch,),
-                interleaves=(interleave,),
+                interleaves=(interleave,), dealt="blocks",
             )  # fmt: skip
 
 
