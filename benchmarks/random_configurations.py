@@ -23,6 +23,7 @@ from autopar.cost_models.stacks import load_stack
 from autopar.cost_models.units import GIB, format_seconds
 from autopar.planner.checkpointing import POLICIES, name_of
 from autopar.planner.driver import PlanRequest, capture, check_request
+from autopar.planner.errors import CannotLower
 from autopar.planner.schedules import get_schedule, schedule_names
 from autopar.planner.search.answer import Candidate, Setting, rank
 from autopar.planner.search.candidates import possible_meshes
@@ -117,7 +118,7 @@ class Pinned:
             found = pricer.candidate(
                 pricer.evaluator(mesh, placements), pipeline, configuration.zero, configuration.activation_checkpoint
             )
-        except (KeyError, ValueError):
+        except CannotLower:
             return  # the conversions of two axes do not go together
         if found is not None:
             yield found

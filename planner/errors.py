@@ -1,4 +1,4 @@
-"""Errors of planning and of the compiler; the tree is drawn at `AutoparError`."""
+"""Errors of planning and of the compiler; the tree of those that users meet is drawn at `AutoparError`."""
 
 from ..cost_models.errors import AutoparError
 
@@ -19,3 +19,10 @@ class CheckFailed(AutoparError):
     """A requested check (verify, diff --fail-on, plan --check) found a difference."""
 
     exit_code = 5
+
+
+class CannotLower(Exception):
+    """A labelling that a mesh cannot have: a split that does not divide, or a change of layout that does not exist.
+
+    Inside the search another labelling is tried; where placements come from a plan, it is an `UnsupportedModel`.
+    """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..cost_models.errors import AutoparError
 from .capture.graph import Kind, ModelGraph, Node, Template
 from .checkpointing import Checkpointing, by_unit
-from .errors import UnsupportedModel
+from .errors import CannotLower, UnsupportedModel
 from .plan import Plan
 from .sharding.mesh import AXES, MICROBATCH, SPLIT_AXES, STATE_AXES, Mesh, refuse_shares, splits_states
 from .sharding.placement import REPLICATED, SUMMED_GRADIENT, Layout, parse_pair
@@ -70,7 +70,7 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
         for node in template.nodes:
             try:
                 _, (layout, *_) = node_layouts(template, node, placement, mesh.axes)
-            except ValueError as error:
+            except CannotLower as error:
                 raise AutoparError(
                     str(error),
                     where=f"placements of {template.name}",
@@ -139,9 +139,12 @@ def program_of(plan: Plan, graph: ModelGraph) -> ModelProgram:
     placements = placements_of(plan, graph)
     try:
         program = model_program(graph, placements, mesh_of(plan))
-    except (KeyError, ValueError) as error:
+        for index, unit in enumerate(graph.units):
+            for position in range(len(unit.inputs)):
+                program.edge(index, position)
+    except CannotLower as error:
         raise UnsupportedModel(
-            f"these placements cannot be lowered: {error.args[0]}", where=_WHERE, fix="undo the edit, or plan again"
+            f"these placements cannot be lowered: {error}", where=_WHERE, fix="undo the edit, or plan again"
         ) from None
     if program.mesh.shares and (reason := why_even_under(plan.zero, plan.stages_per_rank) or why_even(program)):
         raise AutoparError(

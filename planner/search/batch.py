@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..capture.graph import Kind, Node, TensorType
+from ..errors import CannotLower
 from ..sharding.mesh import MICROBATCH, Axis, Mesh
 from ..sharding.placement import can_split, parse_pair
 from ..sharding.program import Placements
@@ -59,7 +60,7 @@ class _SplitMost:
             return 0.0
         try:
             steps = changes(value, {self.axis.name: source[0]}, {self.axis.name: target[0]}, (self.axis,))
-        except (KeyError, ValueError):
+        except CannotLower:
             return None
         moved = sum(use.num_bytes for step in steps for use in step.collectives(self.axis))
         return (1 + moved) * _SECONDS_PER_ELEMENT

@@ -23,6 +23,7 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ...cost_models.work import Pass, Work
 from ..capture.graph import ITEM_BYTES, Kind, ModelGraph, Node, Template, TensorType
+from ..errors import CannotLower
 from ..schedules import Schedule
 from ..sharding.mesh import Axis, Mesh
 from ..sharding.placement import SUMMED_GRADIENT, can_split
@@ -208,7 +209,7 @@ class Prices:
             return None
         try:
             steps = changes(value, before, after, self.axes)
-        except (KeyError, ValueError):
+        except CannotLower:
             return None
         return sum(sum(self.change_seconds(step)) for step in steps)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from ..checkpointing import MIXED, Checkpointing, name_of
+from ..errors import CannotLower
 from ..schedules import get_schedule, in_flight
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
@@ -135,7 +136,7 @@ class Pricer:
         """Why these placements cannot have the shares of the batch that are pinned, "" if they can.
 
         Raises:
-            KeyError, ValueError: the placements cannot be lowered on this mesh.
+            CannotLower: the placements do not go on this mesh.
         """
         pins = self.setting.pins
         if not pins.is_uneven or not (reason := self.evaluator(mesh, placements).why_even):
@@ -153,7 +154,7 @@ class Pricer:
         """What may beat `known_seconds`.
 
         Raises:
-            KeyError, ValueError: the placements cannot be lowered on this mesh.
+            CannotLower: the placements do not go on this mesh.
         """
         return self.priced_ways(mesh, tuple(self.ways(mesh, placements, known_seconds)), known_seconds)
 
@@ -213,7 +214,7 @@ class Pricer:
         """Every policy that may beat `known_seconds`, were there memory enough.
 
         Raises:
-            KeyError, ValueError: the placements cannot be lowered on this mesh.
+            CannotLower: the placements do not go on this mesh.
         """
         if self.why_not(mesh, placements):
             return
@@ -336,7 +337,7 @@ class Pricer:
             )
             is_mixed = policy.zero == FREED and self._may_mix(evaluator)
             return self._mixed(evaluator, found, known_seconds) if is_mixed else found
-        except (KeyError, ValueError):
+        except CannotLower:
             return None
 
     def simulated(self, candidate: Candidate) -> Candidate:

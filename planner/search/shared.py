@@ -49,7 +49,7 @@ class Shared:
         """As `model_program`, with the templates that another mesh has lowered already.
 
         Raises:
-            KeyError, ValueError: as `local_program`.
+            CannotLower: the placements do not go on this mesh.
         """
         present = tuple(axis.name for axis in mesh.axes)  # layouts name the axes that are there
         templates = []

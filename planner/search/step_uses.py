@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ...cost_models.compute import device_seconds, host_seconds
 from ...cost_models.work import Work
 from ..capture.graph import Kind, Node, Ref, TensorType
+from ..errors import CannotLower
 from ..sharding.mesh import Axis
 from ..sharding.placement import Layout, can_split
 from ..sharding.redistribute import changes
@@ -131,7 +132,7 @@ class Uses:
             return None
         try:
             steps = changes(value, before, after, axes)
-        except (KeyError, ValueError):
+        except CannotLower:
             return None
         sums = [0.0, 0.0, 0.0, 0.0]
         for step in steps:

@@ -17,6 +17,7 @@ from math import inf, log10
 from typing import NamedTuple
 
 from ...cost_models.errors import AutoparError
+from ..errors import CannotLower
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
 from .answer import Candidate, Found, NothingFits, Setting, rank
@@ -295,8 +296,8 @@ class _Sweep:
         for labelling in self.placer.known(meshes[0], since):
             try:
                 least = self.pricer.evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
-            except (KeyError, ValueError):
-                continue  # they lack a conversion, or a split that divides
+            except CannotLower:
+                continue
             for mesh in meshes:
                 self.estimates.setdefault(mesh, least)
                 found.append(_Entry(mesh, labelling, least))
@@ -312,7 +313,7 @@ class _Sweep:
         self.tried.add((mesh, labelling))
         try:
             return tuple(self.pricer.ways(mesh, self.placer.taken(mesh, labelling), self.best_seconds))
-        except (KeyError, ValueError):
+        except CannotLower:
             return ()
 
     def _try(self, entry: _Entry, ways: Sequence[Way]) -> None:

@@ -20,6 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..capture.graph import TensorType
+from ..errors import CannotLower
 from .mesh import Axis
 
 
@@ -81,7 +82,7 @@ def local_type(value: TensorType, layout: Layout, axes: Sequence[Axis]) -> Tenso
         pair = layout.get(axis.name, REPLICATED)
         if pair.is_split:
             if shape[pair.dim] % axis.size:
-                raise ValueError(f"{axis.name}={axis.size} does not divide dim {pair.dim} of {value.shape}")
+                raise CannotLower(f"{axis.name}={axis.size} does not divide dim {pair.dim} of {value.shape}")
             shape[pair.dim] //= axis.size
     return TensorType(shape=tuple(shape), dtype=value.dtype, requires_grad=value.requires_grad)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
+from ..errors import CannotLower
 from .mesh import MICROBATCH, Axis, Mesh
 from .placement import REPLICATED, Layout, Pair, can_split, local_type, normal, parse_pair
 from .redistribute import Change, CollectiveUse, changes
@@ -126,7 +127,7 @@ def node_layouts(
 
     Raises:
         KeyError: the operation has no option with the label.
-        ValueError: a split does not divide, or cuts through the runs that another axis splits.
+        CannotLower: a split does not divide, or cuts through the runs that another axis splits.
     """
     chosen = placement.get(node.name, {})
     operand_types = [template.type_of(ref) for ref in node.operands]
@@ -144,7 +145,7 @@ def node_layouts(
     for layout, value in zip((*wants, *makes), (*operand_types, *node.outputs), strict=True):
         if not can_split(value, layout, axes):
             pairs = ", ".join(f"{axis.name}={axis.size}: {layout[axis.name]}" for axis in axes if axis.name in layout)
-            raise ValueError(f"{node.name}: shape {value.shape} cannot be split as {pairs}")
+            raise CannotLower(f"{node.name}: shape {value.shape} cannot be split as {pairs}")
     return wants, makes
 
 
@@ -152,8 +153,8 @@ def local_program(template: Template, placement: TemplatePlacement, mesh: Mesh) 
     """Lower one template.
 
     Raises:
-        KeyError: a label or a conversion that does not exist.
-        ValueError: a split that does not divide.
+        KeyError: a label that does not exist.
+        CannotLower: a split that does not divide, a conversion that does not exist.
     """
     axes = mesh.axes
     sizes = {axis.name: axis.size for axis in axes}
@@ -268,7 +269,7 @@ class ModelProgram:
         try:
             found = changes(kind, source, unsliced, self.mesh.axes)
             sliced = changes(kind, unsliced, target, self.mesh.axes)
-        except KeyError:
+        except CannotLower:
             return None
         return found if all(change.axis == MICROBATCH for change in sliced) else None
 
@@ -277,7 +278,7 @@ def model_program(graph: ModelGraph, placements: Placements, mesh: Mesh) -> Mode
     """Lower every template.
 
     Raises:
-        KeyError, ValueError: as `local_program`.
+        KeyError, CannotLower: as `local_program`.
     """
     programs = tuple(
         local_program(template, placement, mesh)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..capture.graph import TensorType
+from ..errors import CannotLower
 from .mesh import Axis
 from .placement import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout, Pair, can_split, local_type
 
@@ -44,10 +45,12 @@ def conversion(source: Pair, target: Pair) -> Conversion | None:
     """The operations that turn `source` into `target` on one axis; None where nothing is to be done.
 
     Raises:
-        KeyError: there is no such conversion (R/P -> P/R, or anything the table lacks).
+        CannotLower: there is no such conversion (R/P -> P/R, or anything the table lacks).
     """
     if source == target:
         return None
+    if not has_conversion(source, target):
+        raise CannotLower(f"there is no conversion from {source} to {target}")
     return _TABLE[source.kind, target.kind]
 
 
@@ -99,7 +102,7 @@ def changes(value: TensorType, source: Layout, target: Layout, axes: Sequence[Ax
     no order is legal (a major axis is to split a dim that a minor one splits already), some axes go by way of R.
 
     Raises:
-        KeyError: some axis has no such conversion, or no order is legal.
+        CannotLower: some axis has no such conversion, or no order is legal.
     """
     moving = [axis for axis in axes if source.get(axis.name, REPLICATED) != target.get(axis.name, REPLICATED)]
     if not moving:
@@ -142,7 +145,11 @@ def _by_way_of_replicated(
                 if step and _key(following, axes) not in seen:
                     seen.append(_key(following, axes))
                     paths.append((following, steps + step))
-    raise KeyError(f"no legal order of conversions from {dict(source)} to {dict(target)}")
+    raise CannotLower(f"no legal order of conversions from {_words(source)} to {_words(target)}")
+
+
+def _words(layout: Layout) -> str:
+    return ", ".join(f"{axis}: {pair}" for axis, pair in layout.items()) or str(REPLICATED)
 
 
 def _key(layout: Layout, axes: Sequence[Axis]) -> tuple[Pair, ...]:

@@ -8,6 +8,7 @@ from autopar.compiler.package import render_package
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import Kind
 from autopar.planner.driver import PlanRequest, make_plan, placements_of, program_of
+from autopar.planner.errors import UnsupportedModel
 from autopar.planner.plan import Plan
 
 # Of a pinned mesh: what the bound leaves out are gradients added up where a value has several readers, and little else.
@@ -50,6 +51,14 @@ def test_an_edited_plan_is_checked():
         with pytest.raises(AutoparError) as error:
             placements_of(bad, graph)
         assert message in str(error.value)
+
+
+def test_a_change_of_layout_that_does_not_exist_between_blocks_is_refused():
+    found, graph = plan("mlp", mesh={"pp": 1, "dp": 8, "tp": 1})
+    first, second = found.placements["Linear"], found.placements["Linear1"]
+    edited = {"Linear": {**first, "relu": {"dp": "grad"}}, "Linear1": {**second, "x": {"dp": "P/R"}}}
+    with pytest.raises(UnsupportedModel, match="cannot be lowered: there is no conversion from R/P to P/R"):
+        program_of(replace(found, placements={**found.placements, **edited}), graph)
 
 
 def test_a_parameter_that_zero_would_add_up_too_often_is_refused():

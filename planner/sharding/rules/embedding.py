@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ....cost_models.work import Pass, Work
 from ...capture.graph import ITEM_BYTES, Node
+from ...errors import CannotLower
 from ..placement import PARTIAL, SUMMED_GRADIENT, split
 from .factors import factor_options
 from .registry import AxisRef, Call, Labels, LocalTypes, Operand, OpRule, Option, Saved, register, same_call
@@ -39,7 +40,7 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
     if not axes:
         return same_call(node, labels, outputs, sizes)
     if len(axes) > 1:
-        raise ValueError(f"{node.name}: the rows of a table are split over one axis only, not over {', '.join(axes)}")
+        raise CannotLower(f"{node.name}: the rows of a table are split over one axis only, not over {', '.join(axes)}")
     padding = _flag(node, 2, "padding_idx", -1)
     kwargs = () if padding == -1 else (("padding_idx", padding),)
     return Call(target="embedding_rows", args=(Operand(1), Operand(0), AxisRef(axes[0])), kwargs=kwargs)

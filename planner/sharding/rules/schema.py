@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...capture.graph import Arg, Node
+from ...errors import CannotLower
 from ..mesh import MICROBATCH
 from .registry import AxisRef, Call, Labels, LocalTypes, Operand, SeedRef, numbered, plain_label
 
@@ -45,11 +46,11 @@ def one_axis_of(labels: Labels, label: str) -> str | None:
     """The axis that took `label`, None for none.
 
     Raises:
-        ValueError: several did, which the body of the operation cannot do.
+        CannotLower: several did, which the body of the operation cannot do.
     """
     axes = axes_of(labels, label)
     if len(axes) > 1:
-        raise ValueError(f"{label} can be split over one axis only, not over {' and '.join(axes)}")
+        raise CannotLower(f"{label} can be split over one axis only, not over {' and '.join(axes)}")
     return axes[0] if axes else None
 
 

@@ -10,6 +10,7 @@ from itertools import combinations, product
 
 from autopar.cost_models.hardware import Cluster
 from autopar.planner.capture.graph import Kind, ModelGraph, Ref
+from autopar.planner.errors import CannotLower
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.pins import Pins
@@ -122,7 +123,7 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
         }
         try:
             _ = evaluators[1, ()].program
-        except (KeyError, ValueError):
+        except CannotLower:
             continue
         for schedule, per_rank in pipelines(mesh):
             if pins.schedule not in (None, schedule):
@@ -148,7 +149,7 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
                                 cost = evaluators[replicas, shares].evaluate(
                                     stages, schedule=schedule, zero=of_all(by_unit), activation_checkpoint=checkpoint
                                 )
-                            except (KeyError, ValueError):
+                            except CannotLower:
                                 continue
                             policy = f"{schedule} zero={by_unit}/{replicas} {checkpoint} {shares}"
                             what = f"{mesh} {stages} {policy} {placements}"

@@ -17,6 +17,7 @@ from autopar.planner.capture.graph import (
     Unit,
     Value,
 )  # fmt: skip
+from autopar.planner.errors import CannotLower
 from autopar.planner.search.batch import find_batch_split, splits_evenly
 from autopar.planner.search.placements_ilp import solve
 from autopar.planner.search.prices import Prices, local_work
@@ -86,7 +87,7 @@ def price_of(graph, placements, prices: Prices) -> float | None:
                 total += prices.tensor(node, state, local_type(node.output, made.layout, mesh.axes))[0]
         loss = program.templates[graph.units[-1].template].outputs[0].layout.get("tp", _R)
         return total if str(loss) in ("R", "P/R") else None
-    except (KeyError, ValueError):
+    except CannotLower:
         return None
 
 

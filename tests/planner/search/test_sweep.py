@@ -7,13 +7,17 @@ import pytest
 from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
-from autopar.planner.errors import InfeasibleError
+from autopar.planner.errors import CannotLower, InfeasibleError
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.candidates import possible_meshes
+from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.infeasible import explain
 from autopar.planner.search.pins import Pins
+from autopar.planner.search.placing import Placer
 from autopar.planner.search.policies import shardings_for
+from autopar.planner.search.pricing import Pricer
 from autopar.planner.search.space import Space
+from autopar.planner.search.stage_costs import StageCosts
 from autopar.planner.search.sweep import NothingFits, Setting, search
 from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp
@@ -182,3 +186,35 @@ def test_cp_is_offered_where_dp_has_used_up_the_batch():
     assert not [
         mesh for mesh in possible_meshes(without, find_batch_split(without), 8, Pins(mesh={}))[0] if mesh.cp > 1
     ]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Evaluator, "least_seconds"), (Pricer, "ways"), (Evaluator, "evaluate"), (StageCosts, "priced")],
+)
+@pytest.mark.parametrize("fault", [KeyError, ValueError])
+def test_a_fault_of_pricing_is_no_reason_to_leave_a_plan_out(monkeypatch, owner, method, fault):
+    monkeypatch.setattr(owner, method, lambda *_, **__: (_ for _ in ()).throw(fault("a fault of ours")))
+    with pytest.raises(fault, match="a fault of ours"):
+        search(setting())
+
+
+def test_a_labelling_that_a_mesh_cannot_have_leaves_the_others(monkeypatch):
+    taken, take, evaluator = [], Placer.taken, Pricer.evaluator
+
+    def recorded(self, mesh, index):
+        taken.append(take(self, mesh, index))
+        return taken[-1]
+
+    def refused(self, mesh, placements):
+        if any(placements is each for each in taken):
+            raise CannotLower("no conversion")
+        return evaluator(self, mesh, placements)
+
+    best = search(setting(gpus=4)).best
+    monkeypatch.setattr(Placer, "taken", recorded)
+    monkeypatch.setattr(Pricer, "evaluator", refused)
+    assert (
+        search(setting(gpus=4)).best.cost.step_seconds >= best.cost.step_seconds
+    )  # each mesh with placements of its own
+    assert taken

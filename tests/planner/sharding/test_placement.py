@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from autopar.planner.capture.graph import TensorType
+from autopar.planner.errors import CannotLower
 from autopar.planner.sharding.mesh import Axis, Mesh
 from autopar.planner.sharding.placement import Pair, can_split, local_groups, local_type, normal, parse_pair, split
 from hypothesis import given
@@ -28,7 +29,7 @@ def test_local_shapes_divide_by_every_axis_that_splits() -> None:
     value = TensorType(shape=(8, 12))
     assert local_type(value, {"dp": split(0), "tp": split(1, 3)}, AXES).shape == (4, 6)
     assert local_type(value, {"dp": split(0), "tp": split(0)}, AXES).shape == (2, 12)
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(CannotLower, match="does not divide"):
         local_type(TensorType(shape=(3,)), {"tp": split(0)}, AXES)
 
 

@@ -15,6 +15,7 @@ from autopar.planner.capture.graph import (
     Unit,
     Value,
 )
+from autopar.planner.errors import CannotLower
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.program import Compute, Convert, ModelProgram, local_program, model_program
 
@@ -123,11 +124,11 @@ def test_the_receiver_of_a_value_converts_it() -> None:
 def test_labels_and_splits_that_cannot_be_are_refused() -> None:
     with pytest.raises(KeyError, match="no option 'z'"):
         local_program(_mlp(), {**MEGATRON, "up": {"tp": "z"}}, Mesh(tp=2))
-    with pytest.raises(ValueError, match="cannot be split"):
+    with pytest.raises(CannotLower, match="cannot be split"):
         local_program(_mlp(), MEGATRON, Mesh(tp=3))
     crossing = {**MEGATRON, "gelu": {"tp": "d1;2", "dp": "d1"}}
     local_program(_mlp(), crossing, Mesh(dp=2, tp=2))
-    with pytest.raises(ValueError, match="cannot be split"):
+    with pytest.raises(CannotLower, match="cannot be split"):
         local_program(_mlp(), crossing, Mesh(dp=4, tp=2))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from autopar.planner.errors import CannotLower
 from autopar.planner.sharding.rules import options_of, rule_of
 from harness import case, check, node_of, randn
 
@@ -62,7 +63,7 @@ def test_parts_are_never_shorter_than_the_halo() -> None:
 
 def test_two_axes_may_not_split_the_same_rows() -> None:
     node, _ = node_of(CASES[0])
-    with pytest.raises(ValueError, match="one axis only"):
+    with pytest.raises(CannotLower, match="one axis only"):
         rule_of(node.op).localise(node, {"dp": "h0", "tp": "h0"}, node.outputs, {"dp": 2, "tp": 2})
 
 

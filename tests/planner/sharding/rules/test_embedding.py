@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from autopar.planner.errors import CannotLower
 from autopar.planner.sharding.rules import options_of, rule_of
 from harness import case, check, node_of, randint, randn
 
@@ -24,7 +25,7 @@ def test_rows_are_split_over_one_axis_only() -> None:
     options = {o.label: o for o in options_of(node, operands, frozenset((2,)))}
     assert options["v"].one_axis
     assert "v;2" not in options
-    with pytest.raises(ValueError, match="one axis only"):
+    with pytest.raises(CannotLower, match="one axis only"):
         rule_of(node.op).localise(node, {"dp": "v", "tp": "v"}, node.outputs, {"dp": 2, "tp": 2})
 
 
