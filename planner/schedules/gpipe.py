@@ -18,6 +18,11 @@ def _in_flight(stage: int, ranks: int, microbatches: int) -> int:
     return microbatches
 
 
+def _least_passes(ranks: int, microbatches: int) -> float:
+    """All forwards take one pass through all stages and m - 1 more through the slowest, and so do all backwards."""
+    return 1 + (microbatches - 1) / ranks
+
+
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
     if ranks < 2:
         return "it needs at least 2 stages"
@@ -32,6 +37,7 @@ SCHEDULE = Schedule(
     torch_class="ScheduleGPipe",
     actions=_actions,
     in_flight=_in_flight,
+    least_passes=_least_passes,
     searched_from=2,  # with one microbatch it is sequential
     refuse=_refuse,
 )

@@ -25,6 +25,25 @@ def _in_flight(stage: int, ranks: int, microbatches: int) -> int:
     return min(microbatches, ranks - stage)
 
 
+def _least_passes(ranks: int, microbatches: int) -> float:
+    """What even stages take, but where there are as many microbatches as ranks: a fuller first stage is faster then.
+
+    With c_s = f_s + b_s the seconds of stage s, rank r cannot be done before
+
+        sum_{s<r} c_s + (m - p + r + 1) c_r + 2 sum_{s>r} c_s                      m > p - r
+
+    for the first microbatch comes to it, goes to the last stage and back, the last one does so too, and between these
+    it works on all but p - r - 1 forwards and as many backwards, which it may do meanwhile. Where the first rank has
+    all forwards before its first backward, it may do p - 1 forwards or p - 1 backwards meanwhile: half of both,
+
+        (m - (p - 1) / 2) c_0 + sum_{s>0} c_s                                      r = 0, m = p
+
+    Weights w_r >= 0 of these rows with which every c_s counts alike give the value, for whatever stages: those with
+    w_{s+1} (m - p + s + 1) = w_s (m - p + s - 1), and for m = p w_0 = 1, w_1 = (p - 1) / 2, the others 0.
+    """
+    return 1 + (microbatches - 1) / ranks if microbatches > ranks else 2 * ranks / (ranks + 1)
+
+
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
     if ranks < 2:
         return "it needs at least 2 stages"
@@ -41,5 +60,6 @@ SCHEDULE = Schedule(
     torch_class="Schedule1F1B",
     actions=_actions,
     in_flight=_in_flight,
+    least_passes=_least_passes,
     refuse=_refuse,
 )

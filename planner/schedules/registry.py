@@ -33,6 +33,8 @@ class Schedule:
     splits_backward: the gradients of a stage's inputs and of its weights are actions of their own, I and W.
     in_flight: (stage, ranks, microbatches) -> microbatches whose activations are alive at once, with one stage per
     rank; None: read off the actions.
+    least_passes: (ranks, microbatches) -> the step at least, whatever the stages, with one stage per rank, over what
+    one microbatch takes through the whole model, there and back; None: no more than that ranks share all of the work.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Schedule:
     placement: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
     in_flight: Callable[[int, int, int], int] | None = None
+    least_passes: Callable[[int, int], float] | None = None
 
     def refuse_policies(self, zero: int, activation_checkpoint: str) -> str:
         """Why the schedule does not run with this ZeRO stage and activation checkpointing, "" if it does."""
@@ -182,6 +185,13 @@ def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tupl
     return tuple(sorted(fullest, key=lambda one: (-sum(one), one)))
 
 
+def least_passes(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """A step at least, however uneven its stages are, over what one microbatch takes through the whole model, there and
+    back."""
+    closed_form = get_schedule(name).least_passes if stages_per_rank == 1 else None
+    return microbatches / ranks if closed_form is None else closed_form(ranks, microbatches)
+
+
 @cache
 def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     """By stage: the microbatches whose activations are alive when its rank keeps most of them."""
@@ -194,6 +204,6 @@ def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 
 
 __all__ = [
-    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "possible_counts",
-    "schedule_names", "stages_by_rank",
+    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "least_passes",
+    "possible_counts", "schedule_names", "stages_by_rank",
 ]  # fmt: skip

@@ -15,6 +15,10 @@ def _in_flight(stage: int, ranks: int, microbatches: int) -> int:
     return 1
 
 
+def _least_passes(ranks: int, microbatches: int) -> float:
+    return 1.0
+
+
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
     if ranks < 2:
         return "it needs at least 2 stages"
@@ -31,5 +35,6 @@ SCHEDULE = Schedule(
     torch_class="ScheduleGPipe",
     actions=_actions,
     in_flight=_in_flight,
+    least_passes=_least_passes,
     refuse=_refuse,
 )

@@ -19,7 +19,7 @@ from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..zero import Zero
 from .assignment import NoAssignment, Stopped
-from .mesh_bounds import always_fills
+from .mesh_bounds import fewest_passes
 from .placements_ilp import consistent
 from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
 from .problem import Built, build_problem
@@ -131,7 +131,7 @@ class ExactSearch:
             schedule="none",
             activation_checkpoint=checkpoint,
             replicas=replicas,
-            fills=_fills(self.setting, uses),
+            passes=_passes(self.setting, uses),
         )
 
     def _relaxed(self, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> float:
@@ -232,7 +232,7 @@ def floor_seconds(
         activation_checkpoint="none",
         replicas=replicas,
         must_fit=False,
-        fills=_fills(setting, uses),
+        passes=_passes(setting, uses),
     )
     try:
         model = model_of(setting, built, uses, alive, policy)
@@ -243,8 +243,9 @@ def floor_seconds(
         return inf
 
 
-def _fills(setting: Setting, uses: Uses) -> bool:
-    return always_fills(pipelines_for(uses.prices.mesh, setting.pins, num_cuttable(setting.graph)))
+def _passes(setting: Setting, uses: Uses) -> float:
+    mesh = uses.prices.mesh
+    return fewest_passes(mesh, pipelines_for(mesh, setting.pins, num_cuttable(setting.graph)))
 
 
 def every_cut(last: int, runs: int, first: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -15,7 +15,7 @@ from ..schedules import get_schedule, in_flight, stages_by_rank
 from ..zero import Zero, highest
 from .evaluate import Evaluator
 from .least_recompute import least_recomputed
-from .mesh_bounds import always_fills, pipeline_factor
+from .mesh_bounds import fewest_passes
 from .policies import Pipeline
 from .prices import slowest_of_nodes
 from .stage_costs import StageCost
@@ -66,7 +66,7 @@ def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: S
             highest(zero) <= 1 and prices.stack.gradient_sync == "exposed" and not prices.cluster.intra_node.measured
         )
         after = (whole.step["optimizer"] + (whole.step["dp"] if is_exposed else 0.0)) / mesh.pp
-    through = busy_seconds * pipeline_factor(mesh, fills=always_fills((pipeline,)))
+    through = busy_seconds * fewest_passes(mesh, (pipeline,))
     return (started + through + after) * slowest_of_nodes(mesh, prices.cluster) * (1 - _ROUNDING)
 
 

@@ -2,7 +2,8 @@
 
 It takes every operation at its whole size, spread evenly over all ranks (kernels get no more efficient when they get
 smaller), or the host time of its launches, which no split reduces; plus fill and drain of the pipeline and the
-optimizer on the smallest share of the parameters. No placement, cut or policy is faster.
+optimizer on the smallest share of the parameters; at the pace of the slowest of all nodes. No placement, cut or policy
+is faster.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ...cost_models.hardware import Cluster
 from ...cost_models.optimizer import optimizer_seconds
 from ...cost_models.stacks import Stack
 from ..capture.graph import Kind, ModelGraph
-from ..schedules import get_schedule
+from ..schedules import least_passes
 from ..sharding.mesh import Mesh
 from .host_seconds import holds_dtensors
 from .policies import Pipeline
-from .prices import local_work
+from .prices import local_work, slowest_of_nodes
 from .space import Space
 
 
@@ -85,9 +86,9 @@ def least_largest(counts: Sequence[int], parts: int) -> int:
 
 
 def bound_seconds(
-    whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool, fills: bool
+    whole: WholeModel, mesh: Mesh, cluster: Cluster, optimizer: str, *, shards: bool, pipelines: Sequence[Pipeline]
 ) -> float:
-    """No plan on this mesh is faster. `shards`: ZeRO may split the optimizer's work too. `fills`: as `always_fills`."""
+    """No plan on this mesh is faster. `shards`: ZeRO may split the optimizer's work too. `pipelines`: of its plans."""
     actions = 2 * mesh.pp * cluster.gpu.pipeline_action_seconds if mesh.pp > 1 else 0.0
     through = max(whole.device_seconds / (mesh.stage_size * mesh.microbatches), whole.host_seconds + actions)
     share = whole.trained_bytes // (mesh.pp * mesh.ep * mesh.tp * (mesh.state_ranks if shards else 1))
@@ -96,20 +97,9 @@ def bound_seconds(
         share, cluster.gpu, optimizer=optimizer, num_tensors=fullest, sharded=holds_dtensors(mesh, 0)
     )
     started = cluster.gpu.pipeline_step_seconds if mesh.pp > 1 else 0.0
-    return started + through * pipeline_factor(mesh, fills=fills) + update
+    return (started + through * fewest_passes(mesh, pipelines) + update) * slowest_of_nodes(mesh, cluster)
 
 
-def pipeline_factor(mesh: Mesh, *, fills: bool) -> float:
-    """What a step takes at least, in microbatches that go through the whole model, forward and backward.
-
-    Each rank works on every microbatch, and the ranks' shares add up to the model. Where the pipeline fills and drains
-    in whole shares, one microbatch goes through all of them while nothing else is done for it.
-    """
-    if fills:
-        return 1 + (mesh.microbatches - 1) / mesh.pp
-    return mesh.microbatches / mesh.pp
-
-
-def always_fills(pipelines: Sequence[Pipeline]) -> bool:
-    """Whether each of these fills and drains through all of a rank's work: one stage per rank, backward whole."""
-    return all(stages == 1 and not get_schedule(name).splits_backward for name, stages in pipelines)
+def fewest_passes(mesh: Mesh, pipelines: Sequence[Pipeline]) -> float:
+    """What a step takes at least under the best of some pipelines, in microbatches that go through the whole model."""
+    return min(least_passes(name, mesh.pp, mesh.microbatches, stages) for name, stages in pipelines)

@@ -41,7 +41,6 @@ from ..schedules import Schedule, get_schedule, in_flight
 from ..zero import Zero, highest
 from .assignment import Choice, Stopped
 from .linear import Linear, add, scaled, sum_of
-from .mesh_bounds import pipeline_factor
 from .prices import edge_of, slowest_of_nodes
 from .problem import Built
 from .solver import run_solver
@@ -57,7 +56,7 @@ _BYTES_OF_ROUNDING = 64.0
 class Policy:
     """All that is decided beside the placements. `stages` None: any cut; `zero` None: any ZeRO stage.
 
-    `fills`: of any cut, whether every schedule fills and drains in whole shares (`always_fills`).
+    `passes`: of any cut, what a step takes at least, in microbatches that go through the whole model.
     """
 
     stages: tuple[tuple[int, int], ...] | None
@@ -66,7 +65,7 @@ class Policy:
     activation_checkpoint: Checkpointing
     replicas: int = 1  # of ZeRO-2 and ZeRO-3 shards
     must_fit: bool = True
-    fills: bool = True
+    passes: float = 0.0
 
 
 class StepModel:
@@ -212,8 +211,7 @@ class StepModel:
         self._memory_row([((0, last), parameters, 1.0)], pp)
         # Of a pipeline only the optimizer's share of the fullest stage is certain.
         after = once if pp == 1 else self.parameters.optimizer_share(parameters)
-        factor = pipeline_factor(self.mesh, fills=self.policy.fills)
-        return sum_of([(through, factor), (after, 1.0), (prepared, 1 / pp)])
+        return sum_of([(through, self.policy.passes), (after, 1.0), (prepared, 1 / pp)])
 
     def _send(self, schedule: Schedule, boundary: int, stage: int) -> Linear:
         """What a message before unit `boundary` takes, behind a pipeline stage; what is handed on takes nothing."""

@@ -26,7 +26,7 @@ from .clashes import meshes_under
 from .comparisons import Comparisons
 from .exact import ExactSearch, Leaves, Proven
 from .least_memory import states_of
-from .mesh_bounds import WholeModel, always_fills, bound_seconds, whole_model
+from .mesh_bounds import WholeModel, bound_seconds, whole_model
 from .placing import Placer
 from .policies import zeros_for
 from .prices import in_precision
@@ -365,8 +365,8 @@ class _Sweep:
     def _bound(self, mesh: Mesh) -> float:
         setting = self.setting
         shards = max(zeros_for(mesh, setting.pins)) >= 1
-        fills = always_fills(self.pricer.pipelines(mesh))
-        return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, fills=fills)
+        pipelines = self.pricer.pipelines(mesh)
+        return bound_seconds(self.whole, mesh, setting.cluster, setting.optimizer, shards=shards, pipelines=pipelines)
 
     def _least_bytes(self, mesh: Mesh) -> float:
         return self.setting.cluster.gpu.overhead_bytes + self.states.least(mesh, self.setting.pins)

@@ -1,7 +1,16 @@
+import random
+
 import pytest
 from autopar.cost_models.errors import AutoparError
-from autopar.cost_models.timeline import simulate
-from autopar.planner.schedules import action_table, get_schedule, in_flight, kept_at_once, schedule_names
+from autopar.cost_models.timeline import schedule_seconds, simulate
+from autopar.planner.schedules import (
+    action_table,
+    get_schedule,
+    in_flight,
+    kept_at_once,
+    least_passes,
+    schedule_names,
+)
 
 
 def test_the_folder_is_walked() -> None:
@@ -50,6 +59,38 @@ def test_what_is_kept_is_what_the_actions_hold(name: str, ranks: int, per_rank: 
         assert set(kept[rank]) <= seen
         assert all(any(all(a <= b for a, b in zip(one, other, strict=True)) for other in kept[rank]) for one in seen)
         assert sum(most[stage] for stage in stages) == max(map(sum, seen))
+
+
+def _in_passes(name: str, ranks: int, per_rank: int, microbatches: int, shares: list[float], forward: float) -> float:
+    """A step over a pass through the model, of which each stage has a share."""
+    kinds = {"F": forward, "I": 0.4 * (1 - forward), "W": 0.6 * (1 - forward), "B": 1 - forward}
+    durations = {(s, kind): part * share for s, share in enumerate(shares) for kind, part in kinds.items()}
+    return schedule_seconds(action_table(name, ranks, microbatches, per_rank), durations) / sum(shares)
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [*SHAPES, (3, 1, 3), (4, 1, 5), (2, 2, 2), (4, 2, 8)])
+def test_no_stages_are_faster_than_the_fewest_passes(name: str, ranks: int, per_rank: int, microbatches: int) -> None:
+    if get_schedule(name).refuse(ranks, per_rank, microbatches):
+        return
+    least, rng = least_passes(name, ranks, microbatches, per_rank), random.Random(ranks)
+    for forward in (0.2, 1 / 3, 0.5):
+        best = [1.0] * (ranks * per_rank)
+        fastest = _in_passes(name, ranks, per_rank, microbatches, best, forward)
+        for _ in range(60):  # downhill from even stages
+            shares = [share * rng.uniform(0.7, 1.4) for share in best]
+            seconds = _in_passes(name, ranks, per_rank, microbatches, shares, forward)
+            assert seconds >= least * (1 - 1e-12)
+            if seconds < fastest:
+                best, fastest = shares, seconds
+        assert fastest >= least * (1 - 1e-12)
+
+
+def test_a_fuller_first_stage_is_faster_where_there_are_as_many_microbatches_as_ranks() -> None:
+    even, fuller = ([_in_passes("1f1b", 2, 1, 2, shares, 0.5)] for shares in ([1.0, 1.0], [2.0, 1.0]))
+    assert even == [pytest.approx(1.5)]
+    assert fuller == [pytest.approx(least_passes("1f1b", 2, 2))] == [pytest.approx(4 / 3)]
+    assert _in_passes("1f1b", 4, 1, 5, [1.0] * 4, 0.3) == pytest.approx(least_passes("1f1b", 4, 5))
 
 
 class _Stage:

@@ -72,6 +72,21 @@ def test_every_cut_is_slower_and_fuller(seed):
     assert looked_at
 
 
+def test_uneven_cuts_of_equal_units_are_no_faster():
+    graph = residual_mlp(batch=8192, width=1024, hidden=4096, depth=6)
+    units = len(graph.units)
+    for pp, microbatches in ((2, 2), (2, 4)):
+        priced = evaluator(graph, Mesh(pp=pp, microbatches=microbatches))
+        steps = [
+            priced.evaluate(
+                tuple(zip((0, *ends), (*ends, units), strict=True)),
+                schedule="1f1b", zero=0, activation_checkpoint="none",
+            ).step_seconds
+            for ends in combinations(range(2, units), pp - 1)
+        ]  # fmt: skip
+        assert floor_seconds(priced, ("1f1b", 1), 0, "none") <= min(steps)
+
+
 @pytest.mark.parametrize(("pp", "dp", "microbatches"), [(1, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 4)])
 def test_what_fits_is_slower_whatever_runs_again(pp, dp, microbatches):
     graph = residual_mlp(batch=8192, width=256, hidden=1024, depth=3)
