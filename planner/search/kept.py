@@ -11,6 +11,7 @@ from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, 
 from ..sharding.rules.registry import Saved
 from .kernels import kept_by_kernels
 from .prices import Prices, saved_on_device
+from .step_collectives import PRELUDE_UNIT
 from .storages import Storages, storages_of
 
 
@@ -22,11 +23,14 @@ class Kept:
     output that shows it.
 
     values: such memory and its bytes.
+    handed: the same of inputs without gradient. Most are the prelude's, there for all microbatches: `num_bytes` leaves
+    them out.
     own_bytes: all other memory, with masks, statistics and copies that are no value of the program.
     outputs: memory and bytes of the unit's outputs, kept or not.
     """
 
     values: tuple[tuple[int, int], ...]
+    handed: tuple[tuple[int, int], ...]
     own_bytes: int
     outputs: tuple[tuple[int, int], ...]
 
@@ -50,9 +54,7 @@ class KeptTemplate:
     def kept(self, without: Sequence[bool] = (), there: Sequence[Compute] = ()) -> Kept:
         """Every step but those that run `without` keeping anything; what `there` steps have made is counted already."""
         lowered, storages = self.lowered, self.storages
-        template = lowered.template
-        held = {*lowered.tensors, *(made for made in lowered.inputs if not template.type_of(made.ref).requires_grad)}
-        held.update(made for step in there for made in step.results)
+        held = {*lowered.tensors, *(made for step in there for made in step.results)}
         done = {id(step) for step in there}
         values: dict[Var, int] = {}
         extra = 0
@@ -79,10 +81,8 @@ class KeptTemplate:
 
     def inputs(self, results: Sequence[Compute] = ()) -> Kept:
         """What is kept of a unit that runs again: its inputs, and what some kernels have made, statistics included."""
-        lowered = self.lowered
-        given = [made for made in lowered.inputs if lowered.template.type_of(made.ref).requires_grad]
         made_again = [self.storages.root(made) for step in results for made in step.results]
-        values = {made: self.storages.num_bytes[made] for made in (*given, *made_again)}
+        values = {made: self.storages.num_bytes[made] for made in (*self.lowered.inputs, *made_again)}
         extra = sum(self._saved(step).extra_bytes for step in results)
         return self._kept(values, extra)
 
@@ -91,10 +91,15 @@ class KeptTemplate:
         memory = {made: position for position, made in enumerate(self.lowered.inputs)}
         for position, root in enumerate(roots):
             memory.setdefault(root, ~position)
-        shared = tuple((memory[root], size) for root, size in values.items() if root in memory)
+        shared: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        for root, size in values.items():
+            if root in memory:
+                is_handed = memory[root] >= 0 and not self.lowered.template.type_of(root.ref).requires_grad
+                shared[is_handed].append((memory[root], size))
         return Kept(
-            values=shared,
-            own_bytes=sum(values.values()) - sum(size for _, size in shared) + extra_bytes,
+            values=tuple(shared[False]),
+            handed=tuple(shared[True]),
+            own_bytes=sum(size for root, size in values.items() if root not in memory) + extra_bytes,
             outputs=tuple((memory[root], self.storages.num_bytes[root]) for root in roots),
         )
 
@@ -143,7 +148,7 @@ def _kept_places(
 ) -> Iterator[tuple[list[tuple[_Place, int, int]], int]]:
     """By unit (place, bytes as its maker has it, bytes kept) of memory that others may keep, and bytes of all other.
 
-    The maker's bytes are 0 where that is the unit itself or lies outside.
+    The maker's bytes are 0 where that is the unit itself or lies outside. What the prelude has made is left out.
     """
     made: dict[_Place, tuple[_Place, int]] = {}  # by unit and output
     for index in units:
@@ -155,7 +160,9 @@ def _kept_places(
             source = inputs[memory].unit, inputs[memory].output
             return made.get(source, (source, 0))
 
-        yield [(*place(memory), size) for memory, size in kept.values], kept.own_bytes
+        values = [(*place(memory), size) for memory, size in kept.values]
+        handed = [(*place(memory), size) for memory, size in kept.handed]
+        yield [*values, *(each for each in handed if each[0][0] != PRELUDE_UNIT)], kept.own_bytes
         for output, (memory, size) in enumerate(kept.outputs):
             where, whole = place(memory)
             made[index, output] = where, max(whole, size)

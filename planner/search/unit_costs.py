@@ -11,7 +11,7 @@ from ...cost_models.communication import overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing, policy_of
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import MICROBATCH, Mesh
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
 from ..sharding.rules import kept_kernels
@@ -199,7 +199,9 @@ class UnitCosts:
         if key not in self._edges:
             steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
             forward, backward = self.changes_seconds(steps)
-            self._edges[key] = forward, backward, all(map(shares_memory, steps))
+            # What microbatches take of a value is cut before they run.
+            is_view = all(step.axis == MICROBATCH or shares_memory(step) for step in steps)
+            self._edges[key] = forward, backward, is_view
         return self._edges[key]
 
     def changes_seconds(self, steps: Sequence[Change]) -> tuple[Seconds, Seconds]:
