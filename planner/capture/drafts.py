@@ -38,11 +38,17 @@ class Draft:
         whole = all(segment.call in node.calls for node in segment.nodes)
         return segment.is_block or (whole and not segment.call.is_torch and len(segment.nodes) > 1)
 
+    @property
+    def _owned(self) -> tuple[bool, ...]:
+        """Of each tensor, whether the call's module holds it; else one that comes before does, which it is tied to."""
+        return tuple(relative(fqn, self.fqn) is not None for _, fqn in self.tensors)
+
     def key(self) -> Hashable:
         call = self.segment.call if self.segment is not None else None
         return (
             self.is_module,
             call.class_path if self.is_module and call is not None else "",
+            self._owned if self.is_module else (),
             tuple((n.name, n.kind, n.outputs, n.op, n.args, n.kwargs, n.module, n.constant) for n in self.nodes),
             tuple(self.local[ref] for ref in self.outputs),
             tuple(self.updates),

@@ -23,10 +23,10 @@ def block_class(modules: Modules, template: int, tensors: Mapping[str, HeldTenso
     owned = modules.owned(template)
     fqns = dict(units[0].tensors)
     held = {path: tensors[fqns[node]] for node, path in owned.items()}
-    random = modules.uses_random(template)
+    random, is_told = modules.uses_random(template), modules.counts_calls(template)
     scope = Scope(
         axes=modules.mesh.axes, handles=modules.handles, batch_size=modules.graph.batch_size, key=lambda v: v,
-        operation_number=f"{RANDOM_OPERATIONS} * self.number",
+        operation_number=f"{RANDOM_OPERATIONS} * {'number' if is_told else 'self.number'}",
     )  # fmt: skip
     body = Body(reserved=modules.reserved)
     names = value_names(program.template)
@@ -45,10 +45,12 @@ def block_class(modules: Modules, template: int, tensors: Mapping[str, HeldTenso
     described = f"{_span([u.fqn for u in units])}{_placed(program, inputs)}."
     text = [f"class {modules.blocks[template]}({base_class(tree)}):", f'    """{comment(described)}"""', ""]
     text += class_data(modules, held)
-    text.append(f"    def __init__({'self, mesh: DeviceMesh, number: int' if random else 'self, mesh: DeviceMesh'}):")
+    keeps_number = random and not is_told
+    text.append(f"    def __init__(self, mesh: DeviceMesh{', number: int' if keeps_number else ''}):")
     text += ["        super().__init__()", *handle_lines(modules, lines)]
-    text += ["        self.number = number"] if random else []
-    text += [*assignments(tree, "        "), "", *signature("forward", [*arguments, *(["at"] if random else [])])]
+    text += ["        self.number = number"] if keeps_number else []
+    numbers = (["at"] if random else []) + (["number"] if is_told else [])
+    text += [*assignments(tree, "        "), "", *signature("forward", [*arguments, *numbers])]
     text += device_line(lines, f"{arguments[0]}.device" if arguments else "next(self.parameters()).device")
     return "\n".join([*text, *lines])
 

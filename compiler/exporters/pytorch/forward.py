@@ -209,12 +209,13 @@ class _Forward:
             key: Key = (run.units[0], "tensor", node)
             self.body.leaf(key, reading(tensor, tensor.fqn, wanted, modules.handles))
             operands.append(key if loop is None else loop.variable(key, (key, "inside"), None))
-        random = modules.uses_random(run.template)
+        numbers = ["at"] if modules.uses_random(run.template) else []
+        if modules.counts_calls(run.template):
+            numbers.append(str(run.units[0]) if loop is None else "number")
         callee = access(first.fqn) if loop is None else "block"
 
         def call(found: Sequence[Expr]) -> Expr:
-            arguments = [expr.text for expr in found] + (["at"] if random else [])
-            return Expr(self._call(run, callee, arguments))
+            return Expr(self._call(run, callee, [*(expr.text for expr in found), *numbers]))
 
         results = tuple(Value(run.units[-1], output) for output in range(len(template.outputs)))
         names = tuple(self.names[value] for value in results)
@@ -251,15 +252,21 @@ class _Forward:
         return self.modules.recomputed_call(inside, policy, updates=self.modules.updates_statistics(run.template))
 
     def _loop_header(self, run: Run) -> str:
+        blocks = self._looped_blocks(run)
+        if self.modules.counts_calls(run.template):
+            return f"for number, block in enumerate({blocks}, {run.units[0]}):"
+        return f"for block in {blocks}:"
+
+    def _looped_blocks(self, run: Run) -> str:
         fqns = [self.modules.graph.units[unit].fqn for unit in run.units]
         parents = {fqn.rpartition(".")[0] for fqn in fqns}
         if len(parents) == 1 and len(set(fqns)) == len(fqns):
             (parent,) = parents
             if parent and self._children(parent, run) == set(fqns):
-                return f"for block in {access(parent)}.values():"
+                return f"{access(parent)}.values()"
         if len(set(fqns)) == 1:
-            return f"for block in [{access(fqns[0])}] * {len(fqns)}:"
-        return f"for block in ({', '.join(access(fqn) for fqn in fqns)}):"
+            return f"[{access(fqns[0])}] * {len(fqns)}"
+        return f"({', '.join(access(fqn) for fqn in fqns)})"
 
     def _children(self, parent: str, run: Run) -> set[str]:
         """The modules below `parent` that the stage holds, where it is a container of numbered ones."""

@@ -23,7 +23,7 @@ from .options import Options
 RESERVED = frozenset(
     (
         "self", "torch", "F", "nn", "dist", "mesh", "device", "microbatch", "values", "inputs", "at", "block",
-        "checkpoint", "keep_results", "local", "layers", "recomputed", "run_block",
+        "checkpoint", "keep_results", "local", "layers", "number", "recomputed", "run_block",
     )
 )  # fmt: skip
 CLASSES = (
@@ -142,7 +142,7 @@ class Modules:
         offsets = {i - int(number) for i, number in numbers.items()}
         held = {fqn for unit in units.values() for _, fqn in unit.tensors}
         others = [fqn for fqn in self.graph.tensors if fqn.startswith(prefix) and fqn not in held]
-        if len(templates) > 1 or len(offsets) > 1 or others:
+        if len(templates) > 1 or len(offsets) > 1 or others or any(map(self.counts_calls, templates)):
             return None
         ranges: list[tuple[int, int]] = []
         for stage in self.model.stages:
@@ -213,6 +213,14 @@ class Modules:
             if isinstance(step, Compute)
             for arg in (*step.call.args, *(value for _, value in step.call.kwargs))
         )
+
+    def counts_calls(self, template: int) -> bool:
+        """Whether its calls are told their number: some module of it is called several times, and draws anew in each.
+
+        Otherwise modules with random operations are built with theirs.
+        """
+        fqns = [unit.fqn for unit in self.units_of(template)]
+        return self.uses_random(template) and len(set(fqns)) < len(fqns)
 
     def updates_statistics(self, template: int) -> bool:
         """Whether running a block changes its buffers, so that recomputing it must not.

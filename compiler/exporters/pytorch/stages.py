@@ -86,7 +86,8 @@ def _tree(modules: Modules, stage: StageProgram, outside: Mapping[str, HeldTenso
         unit = modules.graph.units[index]
         if unit.template not in modules.blocks:
             continue
-        name, random = modules.blocks[unit.template], modules.uses_random(unit.template)
+        name = modules.blocks[unit.template]
+        random = modules.uses_random(unit.template) and not modules.counts_calls(unit.template)
         if modules.layers and modules.in_layers(unit):
             offset = modules.layers.offset
             number = (", number=i" + (f" + {offset}" if offset else "")) if random else ""

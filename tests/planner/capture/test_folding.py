@@ -96,3 +96,5 @@ def test_a_block_whose_weight_others_read_is_no_module(model_file):
     assert [own.template_of(unit).is_module for unit in range(1, 5)] == [True] * 4
     assert [shared.template_of(unit).is_module for unit in range(1, 5)] == [False, True, True, True]
     assert dict(shared.units[4].tensors)["up.weight"] == "h.0.up.weight"
+    # h.3 holds fewer tensors than h.1 and h.2, so it is no copy of them.
+    assert shared.units[2].template == shared.units[3].template != shared.units[4].template

@@ -86,6 +86,18 @@ def test_guard_sees_what_the_capture_cannot(model_file):
         capture_model(path)
 
 
+def test_guard_sees_what_a_step_leaves_behind(model_file):
+    """State of the module that is no buffer: the first step alone agrees, for each capture builds the module anew."""
+    path = model_file(
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+        "        self.steps = 0\n"
+        "    def forward(self, x):\n        self.steps += 1\n        return self.l(x).square().mean() * self.steps\n"
+        + INPUTS
+    )
+    with pytest.raises(UnsupportedModel, match="loss of a second step"):
+        capture_model(path)
+
+
 def test_guard_agrees(model_file):
     path = model_file(
         "def build():\n    return nn.Linear(8, 8)\ndef loss(out):\n    return out.square().mean()\n" + INPUTS
