@@ -165,7 +165,7 @@ class _Writer:
                     lines.append(f"{indent}{name} = {expr.text}")
                 carried[back] = name
             self._names[key] = carried[back]
-        lines.append(f"{indent}{loop.header}")
+        lines += layout(loop.header, indent)
         results = [carried.get(index) for index in range(len(loop.results))]
         lines.extend(self._turn(loop, results, inside, indent + INDENT))
         for result, name in zip(loop.results, results, strict=True):

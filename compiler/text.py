@@ -117,7 +117,8 @@ def _comprehension(inner: str, indent: str) -> list[str]:
     if len(indent) + len(inner) <= LINE_WIDTH:
         return [f"{indent}{inner}"]
     item, _, rest = inner.rpartition(" for ")
-    return [f"{indent}{item}", f"{indent}for {rest}"]
+    is_long = len(indent) + len(item) > LINE_WIDTH
+    return [*(_broken(item, indent) if is_long else [f"{indent}{item}"]), f"{indent}for {rest}"]
 
 
 def _element(part: str, indent: str) -> list[str]:

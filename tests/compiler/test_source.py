@@ -7,6 +7,7 @@ import ast
 import pytest
 from autopar.compiler.source import ADD, MULTIPLY, Body, Expr, Loop, Statement
 from autopar.compiler.text import (
+    LINE_WIDTH,
     assigned_names,
     comment,
     identifier,
@@ -140,6 +141,16 @@ def test_loop_carries_a_variable() -> None:
         "            x = block(x, mask)",
         "        return x",
     ]
+
+
+def test_a_long_loop_header_is_broken() -> None:
+    body = Body(reserved=frozenset())
+    blocks = ", ".join(f'self.stages["{i}"]["0"]' for i in range(8))
+    call = Statement(results=("r",), operands=(), render=lambda found: Expr("block()"), names=("x",))
+    body.add(Loop(results=("r",), starts=(), inside=(), back=(), header=f"for block in ({blocks}):", steps=(call,)))
+    lines = body.lines([], lambda found: "return")
+    assert max(map(len, lines)) <= LINE_WIDTH
+    assert [line.strip() for line in lines[:2]] == ["for block in (", 'self.stages["0"]["0"],']
 
 
 def test_loop_over_a_value_that_lives_on_copies_it_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from ...held import HeldTensor
 from ...source import Expr
 from ...text import layout, literal, quote
 
+_NUMBERED = re.compile(r"([^{}]*)number=(\d+)\)")  # the constructor of a block that is told its number
 DEFAULT_DTYPE = "float32"  # written without a dtype: it follows torch.get_default_dtype()
 
 
@@ -64,22 +66,19 @@ def _comprehension(children: Mapping[str, str]) -> str | None:
     first, last = int(names[0]), int(names[-1])
     if [int(name) for name in names] != list(range(first, last + 1)):
         return None
-    texts = {text.replace(f"number={unit_number(text)}", "number=i") for text in children.values()}
+    offset, texts = 0, set(children.values())
+    if any("number=" in text for text in texts):
+        # Blocks that draw random numbers; where containers hold them, those of one are not the next after another's.
+        blocks = [_NUMBERED.fullmatch(text) for text in children.values()]
+        offsets = {int(block[2]) - int(name) if block else None for name, block in zip(names, blocks, strict=True)}
+        offset, texts = offsets.pop(), {block[1] for block in blocks if block}
+        if offset is None or offsets:
+            return None
+        texts = {f"{text}number=i{f' + {offset}' if offset else ''})" for text in texts}
     if len(texts) != 1:
         return None
-    (text,) = texts
-    offset = unit_number(next(iter(children.values()))) - first
-    if "number=" in text and any(unit_number(child) - int(name) != offset for name, child in children.items()):
-        return None
-    shifted = text.replace("number=i", f"number=i + {offset}" if offset else "number=i")
     span = f"{last + 1}" if first == 0 else f"{first}, {last + 1}"
-    return f"nn.ModuleDict({{str(i): {shifted} for i in range({span})}})"
-
-
-def unit_number(text: str) -> int:
-    """The `number=` argument of a block's constructor; 0 where it has none."""
-    _, found, rest = text.partition("number=")
-    return int(rest.rstrip(")")) if found else 0
+    return f"nn.ModuleDict({{str(i): {texts.pop()} for i in range({span})}})"
 
 
 def assignments(tree: Tree, indent: str) -> Iterator[str]:
