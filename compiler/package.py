@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,15 +61,22 @@ def check_stack(stack: str) -> None:
         )
 
 
-def emit_package(plan: Plan, graph: ModelGraph, out: Path, *, force: bool) -> tuple[Path, ...]:
+def emit_package(
+    plan: Plan, graph: ModelGraph, out: Path, *, force: bool, progress: Callable[[str], None] | None = None
+) -> tuple[Path, ...]:
     """Write the package of a plan whose paths are counted from `out`, all files or none, and return their paths.
+
+    `progress` is told when the files are about to be written: nothing of the plan can be refused any more.
 
     Raises:
         AutoparError: the plan's stack cannot be written, or `out` is a file, holds files and `force` is off, or cannot
             be written.
     """
     check_stack(plan.stack)
-    return write_files(render_package(plan, graph, folder=out), out, force=force)
+    files = render_package(plan, graph, folder=out)
+    if progress is not None:
+        progress(f"writing {out}")
+    return write_files(files, out, force=force)
 
 
 def write_files(files: dict[str, str], out: Path, *, force: bool) -> tuple[Path, ...]:

@@ -49,8 +49,10 @@ def by_unit(
     where: str,
     elsewhere: T,
     default: T | None = None,
+    is_pin: bool = False,
 ) -> T | tuple[T, ...]:
-    """Values by pattern -> those of the units; `default` is that of blocks which no pattern names.
+    """Values by pattern -> those of the units; `default` is that of blocks which no pattern names. `is_pin`: they are
+    an option's, not a plan's.
 
     Raises:
         AutoparError: a name that no block has, or that stands in two patterns; a block without a value.
@@ -63,6 +65,8 @@ def by_unit(
         raise AutoparError(f"there is no block {unknown[0]!r}", where=where, fix=f"blocks are {shown}")
     if default is None and (missing := [name for name in known if name not in named]):
         fix = f'add "{missing[0]}": {json.dumps(elsewhere)}'
+        if is_pin:
+            fix = f"add {missing[0]}={elsewhere}, or {OTHERS}={elsewhere} for all blocks that are not named"
         raise AutoparError(f"block {missing[0]} has no {what}", where=where, fix=fix)
     values = tuple(named.get(unit.fqn, elsewhere if default is None else default) for unit in graph.units)
     return in_short(graph, values, elsewhere=elsewhere)

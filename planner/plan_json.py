@@ -293,6 +293,13 @@ def _check_facts(data: Json, where: str) -> None:
         f"$.zero is {data['zero']}, and $.zero_by_block names {len(of_zero)} blocks",
         f"write {FREED} where zero_by_block says what each block does, or leave that out",
     )
+    for key, name in (("checkpoint_by_block", "activation_checkpoint"), ("zero_by_block", "zero")):
+        values = {*data.get(key, {}).values()}
+        require(
+            key not in data or len(values) > 1,
+            f"$.{key} says {_shown(min(values))} of all blocks" if values else f"$.{key} names no block",
+            f"leave it out, and write in $.{name} what all blocks do",
+        )
     parts = mesh["dp"] * data["microbatches"]
     require(
         data["batch_size"] % parts == 0,

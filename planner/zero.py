@@ -39,13 +39,13 @@ def in_short(graph: ModelGraph, stages: tuple[int, ...]) -> Zero:
     return blocks.in_short(graph, stages, elsewhere=FREED)
 
 
-def stages_by_unit(graph: ModelGraph, stages: Mapping[str, int], *, where: str) -> Zero:
-    """ZeRO stages by pattern -> those of the units.
+def stages_by_unit(graph: ModelGraph, stages: Mapping[str, int], *, where: str, is_pin: bool = False) -> Zero:
+    """ZeRO stages by pattern -> those of the units. `is_pin`: they are an option's, not a plan's.
 
     Raises:
         AutoparError: a name that no block has, or that stands in two patterns; a block without a stage.
     """
-    return blocks.by_unit(graph, stages, what="ZeRO stage", where=where, elsewhere=FREED)
+    return blocks.by_unit(graph, stages, what="ZeRO stage", where=where, elsewhere=FREED, is_pin=is_pin)
 
 
 def parse_zero(text: str, *, where: str) -> int | Mapping[str, int]:

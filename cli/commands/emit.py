@@ -31,8 +31,7 @@ def emit(
     with progress(is_quiet=is_quiet) as report:
         report(f"capturing {plan.model.path}")
         graph = graph_of(plan)
-        report(f"writing {folder}")
-        files = emit_package(relative_to(plan, folder), graph, folder, force=is_forced)
+        files = emit_package(relative_to(plan, folder), graph, folder, force=is_forced, progress=report)
     names = sorted(str(file) for file in files)
     if is_json:
         print_json({"files": names})

@@ -15,12 +15,14 @@ def ops(
 ) -> None:
     """List the operations that have a sharding rule; any other is computed alike on every rank.
 
+    Operations that compute element by element have one without being listed: name them to see.
+
     autopar ops linear
     """
-    from ...planner.sharding.rules import registered_ops
+    from ...planner.sharding.rules import ops_holding
 
-    names = [name for name in registered_ops() if pattern in name]
+    names = list(ops_holding(pattern))
     if is_json:
         print_json({"ops": names})
     else:
-        print_result("\n".join(names) if names else f"no operation with a rule holds {pattern!r}")
+        print_result("\n".join(names))

@@ -208,8 +208,8 @@ def _plan_and_write(
     planned = make_plan(request, report)
     if folder is None:
         return planned.plan, ()
-    report(f"writing {folder}")
-    return planned.plan, emit_package(relative_to(planned.plan, folder), planned.graph, folder, force=is_forced)
+    plan = relative_to(planned.plan, folder)
+    return planned.plan, emit_package(plan, planned.graph, folder, force=is_forced, progress=report)
 
 
 def _is_default(context: typer.Context, name: str) -> bool:

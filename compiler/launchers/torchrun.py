@@ -27,6 +27,9 @@ MASTER_PORT="${{MASTER_PORT:-29500}}"
 TORCHRUN="${{TORCHRUN:-torchrun}}"
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}" # CPU ranks share the cores
 
+for argument in "$@"; do
+  case "$argument" in -h | --help) exec "$TORCHRUN" --standalone --nproc-per-node 1 "$HERE/train.py" --help ;; esac
+done
 if [ "$((NGPU * NNODES))" -ne {world} ]; then
   echo "this plan needs {world} ranks, not NGPU=$NGPU x NNODES=$NNODES" >&2
   exit 2

@@ -52,7 +52,8 @@ class _Clash:
         graph = self.space.graph
         where = f"{graph.name}, {self.gpus} GPUs, batch {graph.batch_size}"
         written = [_written(pins, name) for name in names]
-        reason = max(self._reasons(pins, names), key=lambda text: _mentions(text, pins, names), default="")
+        # Of reasons that say as much the last: they are listed from the smallest axes on.
+        reason = max(reversed(self._reasons(pins, names)), key=lambda text: _mentions(text, pins, names), default="")
         if not names:
             what = f"no mesh of {self.gpus} GPUs can run this step: {reason}"
             return AutoparError(what, where=where, fix="use fewer GPUs or more samples")
@@ -78,6 +79,9 @@ class _Clash:
     def _choices(self, pins: Pins, name: str) -> str:
         """Values of a pin that something can be done with."""
         option = _option(name)
+        if name == "batch_shares":
+            sums = ", ".join(map(str, self._sums(pins)[:_MOST_SIZES]))
+            return f"shares of {option} can add up to {sums}; or leave it out" if sums else f"leave {option} out"
         if name not in AXES:
             sizes = [size for size in self._sizes(name) if self._allows(replace(pins, **{name: size}))]
             shown = ", ".join(map(str, sizes[:_MOST_SIZES]))
@@ -86,6 +90,16 @@ class _Clash:
         sizes = sorted({mesh.sizes[name] for mesh in free})
         shown = ", ".join(map(str, sizes[:_MOST_SIZES])) + (", ..." if len(sizes) > _MOST_SIZES else "")
         return f"{name} can be {shown or 1}, or is left out of {option}"
+
+    def _sums(self, pins: Pins) -> list[int]:
+        """What the shares of as many dp ranks may add up to."""
+        others = len(pins.batch_shares or ()) - 1
+        return [
+            total
+            for total in range(others + 1, self.space.graph.batch_size + 1)
+            if self.space.graph.batch_size % total == 0
+            and self._allows(replace(pins, batch_shares=(total - others, *[1] * others)))
+        ]
 
     def _sizes(self, name: str) -> Iterator[int]:
         if name == "microbatch_size":

@@ -124,7 +124,7 @@ def pinned_zero(graph: ModelGraph, pins: Pins) -> Zero:
     """
     where = f"--zero {pins.zero}"
     stages = parse_zero(str(pins.zero), where=where)
-    return stages if isinstance(stages, int) else stages_by_unit(graph, stages, where=where)
+    return stages if isinstance(stages, int) else stages_by_unit(graph, stages, where=where, is_pin=True)
 
 
 def zeros_for(mesh: Mesh, pins: Pins) -> tuple[int, ...]:

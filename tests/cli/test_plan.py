@@ -128,9 +128,11 @@ def test_emit_checks_an_edited_plan(run: Run, planned: Path) -> None:
         plan["placements"][template][node] = labels
         file.write_text(json.dumps(plan))
         before = files(planned)
-        found = run("emit", file, "--force", "--quiet")
+        found = run("emit", file, "--force")
         assert (found.code, found.out) == (ExitCode.USAGE, "")
         assert next(iter(labels)) in found.err or "nonsense" in found.err
+        assert "capturing" in found.err
+        assert "writing" not in found.err
         assert files(planned) == before
 
 

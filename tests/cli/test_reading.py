@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from autopar.cli.exit_codes import ExitCode
 from autopar.planner.plan import Plan
 
@@ -109,7 +110,22 @@ def test_ops(run: Run) -> None:
     names = run("ops").out.split()
     assert names == sorted(names)
     assert json.loads(run("ops", "--json").out)["ops"] == names
-    assert run("ops", "no such text").out == "no operation with a rule holds 'no such text'\n"
+    assert run("ops", "linear").out.split() == [name for name in names if "linear" in name]
+
+
+def test_ops_without_an_entry_are_found_by_name(run: Run) -> None:
+    for name in ("tanh", "aten.tanh", "aten.tanh.default"):
+        assert run("ops", name).out == "aten.tanh.default\n"
+
+
+@pytest.mark.parametrize(("text", "near"), [("linaer", "aten.linear.default"), ("aten.sofmax.int", "aten.softmax.int")])
+def test_unknown_operations_name_the_nearest(run: Run, text: str, near: str) -> None:
+    for options in ((), ("--json",)):
+        found = run("ops", text, *options)
+        assert (found.code, found.out) == (ExitCode.USAGE, "")
+        assert text in found.err
+        assert near in found.err
+    assert "lists them all" in run("ops", "no such text").err
 
 
 def test_hardware_with_facts_of_the_user(run: Run) -> None:

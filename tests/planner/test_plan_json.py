@@ -62,6 +62,23 @@ def test_bytes_do_not_depend_on_the_order_of_mappings(example_plan: Plan) -> Non
     assert plan_to_json(turned) == plan_to_json(example_plan)
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"zero": 3, "zero_by_block": {"h.{0..3}": 2, "h.4": 2}}, "$.zero_by_block says 2 of all blocks"),
+        (
+            {"activation_checkpoint": "mixed", "checkpoint_by_block": {"h.{0..3}": "full"}},
+            '$.checkpoint_by_block says "full" of all blocks',
+        ),
+    ],
+)
+def test_a_mix_of_one_is_none(example_plan: Plan, changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(AutoparError) as caught:
+        plan_from_json(plan_to_json(replace(example_plan, **changes)), where="edited.json")
+    assert caught.value.what == what
+    assert caught.value.fix.startswith("leave it out")
+
+
 def test_layout_of_the_file(example_plan: Plan) -> None:
     text = plan_to_json(example_plan)
     lines = text.splitlines()
@@ -98,6 +115,8 @@ EDITS = [
     (("batch_shares",), [7, 2], "$.batch_shares is [7, 2] with 4 microbatches: they do not deal out 8", "leave"),
     (("batch_shares",), [4, 4], "all are equal", "leave"),
     (("batch_shares",), [8], "$.batch_shares is [8]", "mend it"),
+    (("zero_by_block",), {}, "$.zero_by_block names no block", "$.zero"),
+    (("checkpoint_by_block",), {}, "$.checkpoint_by_block names no block", "$.activation_checkpoint"),
     (("stages", 1, "first"), 7, "$.stages[1].first is 7, but stage 0 ends at 6", "without gap"),
     (("stages", 0, "last"), 1, "$.stages[0] holds no unit", "at least one"),
     (("stages", 0, "memory_bytes"), {}, "$.stages[0].memory_bytes lacks total", "add it"),

@@ -38,6 +38,17 @@ def test_pins_are_read_back_as_patterns_of_every_block():
     assert shardings_for(graph, Mesh(dp=2), pins, load_cluster("h100-sxm")) == ((found, 1),)
 
 
+def test_a_block_without_a_stage_is_named_as_it_was_written():
+    graph = residual_mlp(depth=4)
+    first, second, *_ = blocks_of(graph)
+    with pytest.raises(AutoparError) as error:
+        shardings_for(graph, Mesh(dp=2), Pins(mesh={}, zero=f"{first}=2"), load_cluster("h100-sxm"))
+    assert error.value.fix.startswith(f"add {second}=3, or *=3")
+    with pytest.raises(AutoparError) as error:
+        stages_by_unit(graph, {first: 2}, where="plan.json")
+    assert error.value.fix == f'add "{second}": 3'
+
+
 def test_blocks_that_are_alike_are_no_mix():
     graph = residual_mlp(depth=3)
     assert stages_by_unit(graph, {"*": 2}, where="") == 2

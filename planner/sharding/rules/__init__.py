@@ -18,6 +18,7 @@ from .registry import (
     interesting_groups,
     kept_kernels,
     label_groups,
+    ops_holding,
     options_of,
     plain_label,
     register,
@@ -32,5 +33,6 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
 
 __all__ = [
     "AxisRef", "Call", "Factor", "OpRule", "Operand", "Option", "Saved", "SeedRef", "interesting_groups",
-    "kept_kernels", "label_groups", "options_of", "plain_label", "register", "registered_ops", "rule_of", "saved_of",
+    "kept_kernels", "label_groups", "ops_holding", "options_of", "plain_label", "register", "registered_ops",
+    "rule_of", "saved_of",
 ]  # fmt: skip

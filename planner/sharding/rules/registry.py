@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 
+from ....cost_models.errors import AutoparError
 from ....cost_models.work import Pass, Work
 from ...capture.graph import Arg, Kind, Node, Ref, Template, TensorType
 from ..placement import REPLICATED, SUMMED_GRADIENT, Pair, split
@@ -252,6 +254,26 @@ def saved_of(node: Node, operands: LocalTypes, call: Call | None = None, kernels
 
 def registered_ops() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
+
+
+def ops_holding(text: str) -> tuple[str, ...]:
+    """The registered operations whose names hold a text, or the one of this name that has a rule without an entry.
+
+    Raises:
+        AutoparError: none does; the nearest names.
+    """
+    if found := tuple(op for op in registered_ops() if text in op):
+        return found
+    full = (text, f"aten.{text}", *(f"{start}{text}.{end}" for start in ("", "aten.") for end in ("default", "Tensor")))
+    if found := tuple(op for op in full if rule_of(op) is not None):
+        return found
+    by_name = {op.split(".")[1]: op for op in registered_ops()}
+    wanted = text.removeprefix("aten.").partition(".")[0].lower()
+    near = [by_name[name] for name in get_close_matches(wanted, by_name, n=3, cutoff=0.5)]
+    raise AutoparError(
+        f"no operation with a rule holds {text!r}",
+        fix=f"did you mean {' or '.join(near)}?" if near else "`autopar ops` lists them all",
+    )
 
 
 def options_of(node: Node, operands: Sequence[TensorType], groups: frozenset[int] = frozenset()) -> tuple[Option, ...]:

@@ -1,6 +1,7 @@
 """train.py and launch.sh: text that is valid, escaped, stable, and refuses a wrong number of ranks."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,16 @@ def test_train_script_is_formatted(tmp_path, shares):
             [RUFF, *command, "--line-length", "120", "--isolated", "train.py"], cwd=tmp_path, capture_output=True
         )
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_is_printed_by_one_rank(tmp_path, option):
+    (tmp_path / "launch.sh").write_text(rendered()["launch.sh"])
+    done = subprocess.run(
+        ["bash", "launch.sh", "--steps", "2", option], cwd=tmp_path, env={**os.environ, "TORCHRUN": "echo"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["--standalone", "--nproc-per-node", "1", f"{tmp_path}/train.py", "--help"]
 
 
 def test_nodes_follow_from_the_cluster():

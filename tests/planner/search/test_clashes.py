@@ -166,6 +166,18 @@ def test_any_pins_give_a_plan_that_has_them_or_an_error(chosen, gpus, may_split,
     assert best.mesh.world_size == gpus
 
 
+def test_the_reason_is_that_of_the_mesh_that_comes_nearest():
+    error = refusal({"zero_shard_size": 3})
+    assert error is not None
+    assert error.what.endswith("does not divide dp=4")  # of batch 12 on 8 GPUs; not that dp may be 1
+
+
+def test_shares_that_deal_out_nothing_name_the_sums_that_do():
+    error = refusal({"batch_shares": (7, 2)})
+    assert error is not None
+    assert error.fix == "shares of --batch-shares can add up to 2, 3, 4, 6, 12; or leave it out"
+
+
 def test_a_pin_too_many_is_not_blamed():
     error = refusal({"pp": 2, "dp": 2, "tp": 2, "zero": 1, "schedule": "1f1b", "stages_per_rank": 2})
     assert error is not None
