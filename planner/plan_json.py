@@ -37,6 +37,7 @@ from .zero import FREED
 
 LINE_WIDTH = 120
 SIGNIFICANT_DIGITS = 6
+_LARGEST = 2**63 - 1  # whole number of a plan
 
 # A parsed JSON value; the checks below narrow it.
 Json = Any
@@ -150,8 +151,20 @@ def _parse(text: str, where: str) -> Json:
     def no_constant(name: str) -> Json:
         raise AutoparError(f"{name} is no number of a plan", where=where, fix="write a finite number")
 
+    def whole(digits: str) -> int:
+        number = int(digits)
+        if abs(number) > _LARGEST:
+            raise AutoparError(f"{_shown(number)} is too large", where=where, fix=f"write a number up to {_LARGEST}")
+        return number
+
+    def real(digits: str) -> float:
+        number = float(digits)
+        return number if math.isfinite(number) else no_constant(digits)
+
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        return json.loads(
+            text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=whole, parse_float=real
+        )
     except json.JSONDecodeError as error:
         place = f"{where}, line {error.lineno} column {error.colno}"
         raise AutoparError(f"not valid JSON: {error.msg}", where=place, fix="mend the JSON there") from error
