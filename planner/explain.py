@@ -344,8 +344,11 @@ def comparison(plan: Plan, other: Plan) -> str:
     """
     for name in ("gpus", "batch_size", "fingerprint"):
         if getattr(plan, name) != getattr(other, name):
-            what = "model" if name == "fingerprint" else name.replace("_", " ")
-            raise AutoparError(f"the two plans are of another {what}", fix="compare plans of one step")
+            values = f"{getattr(plan, name)} and {getattr(other, name)}"
+            what = {"gpus": f"numbers of GPUs: {values}", "batch_size": f"batches: {values} samples"}.get(
+                name, "models"
+            )
+            raise AutoparError(f"the two plans are of different {what}", fix="compare plans of one step")
     slower = other.step_seconds / plan.step_seconds - 1
     name = decision_line(other)
     if slower >= 0:

@@ -37,7 +37,7 @@ from .zero import FREED
 
 LINE_WIDTH = 120
 SIGNIFICANT_DIGITS = 6
-_LARGEST = 2**63 - 1  # whole number of a plan
+_LARGEST = 10**300  # whole number of a plan: sums of them are floats yet
 
 # A parsed JSON value; the checks below narrow it.
 Json = Any
@@ -68,7 +68,7 @@ def read_plan(path: Path) -> Plan:
         AutoparError: the file cannot be read, or as `plan_from_json`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise AutoparError(
             "a plan is UTF-8 text", where=str(path), fix="give the plan.json that `autopar plan` wrote"
@@ -154,7 +154,7 @@ def _parse(text: str, where: str) -> Json:
     def whole(digits: str) -> int:
         number = int(digits)
         if abs(number) > _LARGEST:
-            raise AutoparError(f"{_shown(number)} is too large", where=where, fix=f"write a number up to {_LARGEST}")
+            raise AutoparError(f"{_shown(number)} is too large", where=where, fix="mend the number")
         return number
 
     def real(digits: str) -> float:
@@ -162,9 +162,7 @@ def _parse(text: str, where: str) -> Json:
         return number if math.isfinite(number) else no_constant(digits)
 
     try:
-        return json.loads(
-            text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=whole, parse_float=real
-        )
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=whole, parse_float=real)
     except json.JSONDecodeError as error:
         place = f"{where}, line {error.lineno} column {error.colno}"
         raise AutoparError(f"not valid JSON: {error.msg}", where=place, fix="mend the JSON there") from error

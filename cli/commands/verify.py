@@ -73,6 +73,12 @@ def verify(
         print_json({"ok": found.ok, **asdict(found)})
     else:
         print_result("\n".join(found.lines(verbose=is_verbose)))
+    if found.failure is not None and not found.failure.traceback:
+        raise CheckFailed(
+            f"not verified: {found.failure.error}",
+            where=str(file),
+            fix="give it more time with --timeout-seconds, or run it on fewer ranks with --shrink",
+        )
     if not found.ok:
         raise CheckFailed(
             "the emitted module does not do what the original does",

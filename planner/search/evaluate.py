@@ -350,7 +350,9 @@ def _simulated(
     def seconds(count: int) -> float:
         return schedule_seconds(action_table(schedule, ranks, count, per_rank), durations, sends)
 
-    if ranks == 1 or microbatches <= settled + repeated:
+    if ranks == 1:
+        return microbatches * seconds(1)
+    if microbatches <= settled + repeated:
         return seconds(microbatches)
     before = seconds(settled)
     return before + (microbatches - settled) * (seconds(settled + repeated) - before) / repeated

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from autopar.cli.exit_codes import ExitCode
+from autopar.compiler.verify.report import RankFailure, VerifyReport
 from autopar.planner.plan import Plan
 
 Run = Callable[..., Any]
@@ -140,3 +141,19 @@ def test_explain_against_another_plan(run: Run, write_plan: Write, example_plan:
     other = replace(example_plan, step_seconds=0.3, time_breakdown_seconds={"compute": 0.3})
     found = run("explain", write_plan(example_plan), "--against", write_plan(other, "pinned.json"), "--json")
     assert "100.0% slower: compute +200 ms" in json.loads(found.out)["explanations"][-1]
+
+
+@pytest.mark.parametrize(("traceback", "said"), [("", "--timeout-seconds"), ("Traceback ...", "does not do what")])
+def test_a_rank_that_is_late_is_no_difference(
+    run: Run, write_plan: Write, example_plan: Plan, monkeypatch: pytest.MonkeyPatch, traceback: str, said: str
+) -> None:
+    report = VerifyReport(
+        mesh={"dp": 2}, microbatches=1, schedule="none", zero=0, activation_checkpoint="none", dtype="float64",
+        tolerance=1e-9, seconds=1.0, num_values=0, worst={},
+        failure=RankFailure(rank=0, error="no answer from rank 0, 1 within 1 seconds", traceback=traceback),
+    )  # fmt: skip
+    monkeypatch.setattr("autopar.compiler.verify.verify", lambda *arguments, **options: report)
+    found = run("verify", write_plan(example_plan), "--shrink", "--quiet")
+    assert found.code == ExitCode.CHECK_FAILED
+    assert "no answer from rank 0, 1" in found.out
+    assert said in found.err

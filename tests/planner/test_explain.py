@@ -40,7 +40,7 @@ def test_compares_with_a_plan_of_the_user(example_plan: Plan) -> None:
     pinned = replace(plan, step_seconds=0.3, time_breakdown_seconds={"compute": 0.1, "tp": 0.2})
     assert "100.0% slower: tp communication +180 ms, bubble -30 ms" in comparison(plan, pinned)
     assert "50.0% faster; this plan spends more on tp communication +180 ms" in comparison(pinned, plan)
-    with pytest.raises(AutoparError, match="another batch size"):
+    with pytest.raises(AutoparError, match="different batches: "):
         comparison(plan, replace(plan, batch_size=plan.batch_size * 2))
 
 

@@ -108,3 +108,9 @@ def test_a_settled_pipeline_repeats_itself(schedule: str, per_rank: int, ranks: 
     sends = [0.05] * (stages - 1)
     whole = schedule_seconds(action_table(schedule, ranks, microbatches, per_rank), durations, sends)
     assert _simulated(schedule, ranks, microbatches, durations, sends) == pytest.approx(whole, rel=5e-4)
+
+
+def test_one_rank_takes_as_long_for_each_microbatch() -> None:
+    durations = {(0, "F"): 1.0, (0, "B"): 2.5}
+    assert schedule_seconds(action_table("none", 1, 5), durations, []) == 5 * 3.5
+    assert _simulated("none", 1, 10**12, durations, []) == 10**12 * 3.5
