@@ -48,9 +48,9 @@ class ParameterSeconds:
         return num_bytes
 
     def data_parallel(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
-        """Exposed seconds a step, under ZeRO over dp and cp together. `forward` and `backward`: compute of one
+        """Exposed seconds a step, over dp and cp together. `forward` and `backward`: compute of one
         microbatch, behind which FSDP hides."""
-        if (self.mesh.state_ranks if zero else self.mesh.dp) == 1:
+        if self.mesh.state_ranks == 1:
             return 0.0
         if zero <= 1:
             seconds = self._exchange(held) if zero else self._all_reduce(held)
@@ -63,7 +63,7 @@ class ParameterSeconds:
         for parameter, count in held.trained:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + count * parameter_bytes(parameter)
         return sum(
-            self.prices.use_seconds("dp", "all_reduce", self._reduced_bytes(size, dtype))
+            self.prices.use_seconds(self.mesh.state_axis, "all_reduce", self._reduced_bytes(size, dtype))
             for dtype, size in sizes.items()
         )
 
@@ -148,7 +148,7 @@ class ParameterSeconds:
         return ahead + hooks_ahead, back + hooks_back
 
     def partial_gradients(self, axis: str, held: Holdings, zero: int) -> float:
-        """The bucketed all_reduce of parameters whose gradients are partial sums on ep, cp or tp."""
+        """The bucketed all_reduce of parameters whose gradients are partial sums on ep or tp."""
         shards = self.mesh.shards if zero >= 2 else 1
         partial = sum(n * parameter_bytes(p) for p, n in held.parameters if axis in p.partial)
         return self.prices.use_seconds(axis, "all_reduce", partial // shards) if partial else 0.0

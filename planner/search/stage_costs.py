@@ -14,7 +14,7 @@ from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing
-from ..sharding.mesh import SPLIT_AXES, Mesh
+from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
 from ..zero import KEPT, Zero, highest
@@ -24,7 +24,7 @@ from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES
 from .stage_memory import StageMemory
-from .step_collectives import prepared_changes, reduced_axes
+from .step_collectives import prepared_changes
 from .unit_costs import Seconds, UnitCosts
 from .unit_kinds import UnitKinds
 
@@ -242,10 +242,10 @@ class StageCosts:
             "optimizer": self._parameters.optimizer_step(held, stored, zero),
         }
         for axis in SPLIT_AXES[1:]:
-            summed = self._parameters.partial_gradients(axis, held, zero) if axis in reduced_axes(zero) else 0.0
+            summed = self._parameters.partial_gradients(axis, held, zero) if axis in PARAMETER_AXES else 0.0
             step[axis] = prelude.on_axis(axis) + summed
-        exchanged = self._parameters.data_parallel(held, zero, forward.compute, backward.compute)
-        step["dp" if self.mesh.dp > 1 else "cp"] += exchanged
+        # Whether the ranks are on dp or cp: they hold the same parameters.
+        step["dp"] += self._parameters.data_parallel(held, zero, forward.compute, backward.compute)
         return StageCost(
             forward=forward,
             backward=backward,

@@ -15,7 +15,7 @@ is recorded on gloo ranks. What was measured there, and is relied on:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ..blocks import is_block
@@ -23,7 +23,7 @@ from ..capture.graph import ITEM_BYTES, Value
 from ..checkpointing import Checkpointing, policy_of
 from ..plan import CollectivePlan
 from ..schedules import Schedule, get_schedule
-from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES
+from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, STATE_AXES, Mesh
 from ..sharding.placement import PARTIAL, local_type
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
 from ..sharding.redistribute import Change, CollectiveUse
@@ -225,9 +225,10 @@ def _once_a_step(
             found = fsdp_collectives(held[stage], mesh, gathers)
             yield from ((axis, op, num_bytes, "fsdp", count) for axis, op, num_bytes, count in found)
     trainable = [parameter for stage in mine for parameter in held[stage] if parameter.trainable]
-    for axis in reduced_axes(zero):
-        partial = [parameter for parameter in trainable if axis in parameter.partial]
-        yield from _bucket(axis, partial, shards, shard_rank)
+    every = [parameter.partial for theirs in held.values() for parameter in theirs if parameter.trainable]
+    for name in reduced_over(mesh, zero, every):
+        partial = [parameter for parameter in trainable if is_partial(parameter.partial, name)]
+        yield from _bucket(name, partial, shards, shard_rank)
     elsewhere = {parameter.fqn for stage, theirs in held.items() if stage not in mine for parameter in theirs}
     for parameter in {parameter.fqn: parameter for parameter in trainable}.values():
         if parameter.fqn in elsewhere:
@@ -259,6 +260,20 @@ def reduced_axes(zero: int) -> tuple[str, ...]:
     return SPLIT_AXES if zero == 0 else PARAMETER_AXES
 
 
+def reduced_over(mesh: Mesh, zero: int, partial: Sequence[Collection[str]]) -> tuple[str, ...]:
+    """What these buckets are added up over, one after the other: an axis, or dp and cp together where every gradient is
+    a partial sum on both. `partial`: the axes of each parameter that has a gradient."""
+    axes = [axis for axis in reduced_axes(zero) if mesh.sizes[axis] > 1 and any(axis in each for each in partial)]
+    if set(STATE_AXES) <= set(axes) and all(is_partial(each, mesh.state_axis) for each in partial):
+        return (mesh.state_axis, *(axis for axis in axes if axis not in STATE_AXES))
+    return tuple(axes)
+
+
+def is_partial(partial: Collection[str], name: str) -> bool:
+    """Whether a gradient is a partial sum over an axis, or over both of "dp_cp"."""
+    return all(axis in partial for axis in name.split("_"))
+
+
 def loss_axes(program: ModelProgram) -> tuple[str, ...]:
     """The axes over which the ranks add up their parts of the loss, one after the other; "world" for all at once.
 
@@ -283,6 +298,6 @@ def _bucket(
 
 
 __all__ = [
-    "expected_collectives", "loss_axes", "prepared_changes", "prepared_uses", "recomputed", "reduced_axes",
-    "stage_values",
+    "expected_collectives", "is_partial", "loss_axes", "prepared_changes", "prepared_uses", "recomputed",
+    "reduced_axes", "reduced_over", "stage_values",
 ]  # fmt: skip

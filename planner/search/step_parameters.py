@@ -25,7 +25,6 @@ from .host_seconds import holds_dtensors
 from .linear import Linear, add, scaled, sum_of
 from .prices import Prices, accumulated_bytes, gathered_bytes
 from .problem import state_of
-from .step_collectives import reduced_axes
 from .step_columns import SCALE, StepColumns
 from .step_uses import layout_of
 
@@ -97,19 +96,16 @@ class StepParameters:
             )
             add(once, self.columns.chord(cut, lambda size: price(axis, "all_gather", size)))
             add(once, self.columns.chord(trained, lambda size: price(axis, "reduce_scatter", size)))
-        elif mesh.dp > 1 and self.zero == 0 and stack.gradient_sync == "exposed":
+        elif mesh.state_ranks > 1 and self.zero == 0 and stack.gradient_sync == "exposed":
+            axis = mesh.state_axis
             trained = self.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=False)
-            add(once, self.columns.chord(trained, lambda size: price("dp", "all_reduce", size)))
+            add(once, self.columns.chord(trained, lambda size: price(axis, "all_reduce", size)))
         elif self.zero >= 2 and mesh.state_ranks > 1:
             add(once, self.columns.largest("D", [self._exposed(members) for members in parameters.groups]))
-        if (
-            (mesh.state_ranks if self.zero else mesh.dp) > 1
-            and self.zero in (0, 1)
-            and stack.gradient_buffers == "copied to"
-        ):
+        if mesh.state_ranks > 1 and self.zero in (0, 1) and stack.gradient_buffers == "copied to":
             add(once, self._buffer_copies(parameters, self.zero))
-        for axis in PARAMETER_AXES if self.zero is None else reduced_axes(self.zero):
-            if axis != "dp" and mesh.sizes[axis] > 1:
+        for axis in PARAMETER_AXES:
+            if mesh.sizes[axis] > 1:
                 partial = self.total(
                     parameters, lambda p, axis=axis: size_of(p) if axis in p.partial else 0.0, master=False
                 )

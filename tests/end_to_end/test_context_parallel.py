@@ -51,10 +51,21 @@ def test_zero_splits_states_over_cp_as_over_dp() -> None:
     assert not [line for line in over_both.collectives if line.reason == "partial gradients"]
 
 
+def test_whole_gradients_are_added_up_over_dp_and_cp_at_once() -> None:
+    plans = {name: planned(mesh, zero=0).plan for name, mesh in {"dp_cp": {"dp": 2, "cp": 2}, "cp": {"cp": 4}}.items()}
+    for name, plan in plans.items():
+        (line,) = [line for line in plan.collectives if line.reason == "partial gradients"]
+        assert (line.axis, line.op, line.count) == (name, "all_reduce", 1)
+        # It is what ranks of dp would exchange; cp has keys and values.
+        assert plan.time_breakdown_seconds["dp"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pins"),
     [
+        ({"dp": 2, "cp": 2, "tp": 2}, {"zero": 0}),
+        ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 0, "schedule": "interleaved", "microbatch_size": 1}),
         ({"cp": 4}, {"zero": 2}),
         ({"cp": 2}, {"zero": 3, "microbatch_size": 2}),
         ({"dp": 2, "cp": 2}, {"zero": 3}),

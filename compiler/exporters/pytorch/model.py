@@ -13,7 +13,7 @@ from ....planner.capture.graph import Value
 from ....planner.checkpointing import described
 from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
-from ....planner.search.step_collectives import loss_axes, reduced_axes
+from ....planner.search.step_collectives import is_partial, loss_axes, reduced_axes
 from ....planner.sharding.mesh import described_shares
 from ....planner.zero import zero_text
 from ...held import HeldTensor
@@ -244,7 +244,7 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
     mesh, options, model = modules.mesh, modules.options, modules.model
     yield module_functions.build_mesh(mesh)
-    if modules.joins_states:
+    if modules.joins_ranks:
         yield module_functions.STATES_MESH
     dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
     if modules.has_shards:
@@ -301,7 +301,7 @@ def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str
             distributed=bool(modules.parameter_axes) or modules.has_fsdp,
             several_dtypes=any(modules.num_dtypes(axis) > 1 for axis in modules.reduced_axes),
             is_empty_somewhere=any(
-                all(axis not in tensor.partial for tensor in stage.tensors)
+                not any(is_partial(tensor.partial, axis) for tensor in stage.tensors)
                 for axis in modules.reduced_axes
                 for stage in model.stages
             ),

@@ -156,7 +156,7 @@ def build_mesh(device_type: str) -> DeviceMesh:
 
 STATES_MESH = '''\
 def states_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same parameters: ZeRO splits states over all of them."""
+    """The ranks that hold the same parameters, whose gradients add up."""
     return mesh["dp", "cp"]._flatten("dp_cp")  # made once, then looked up'''
 
 

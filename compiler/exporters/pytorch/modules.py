@@ -9,7 +9,7 @@ from ....planner.capture.graph import Kind, Unit, Value
 from ....planner.checkpointing import Checkpointing, by_unit, policy_of
 from ....planner.errors import AutoparError
 from ....planner.schedules import get_schedule
-from ....planner.search.step_collectives import reduced_axes
+from ....planner.search.step_collectives import is_partial, reduced_over
 from ....planner.sharding.mesh import PARAMETER_AXES
 from ....planner.sharding.program import Compute
 from ....planner.sharding.rules import SeedRef, kept_kernels
@@ -94,6 +94,11 @@ class Modules:
     def joins_states(self) -> bool:
         """Whether ZeRO splits states over several axes of the mesh together."""
         return (self.has_fsdp or self.has_shards) and self.mesh.state_axis not in self.mesh.sizes
+
+    @property
+    def joins_ranks(self) -> bool:
+        """Whether gradients are added up, or states split, over several axes of the mesh together."""
+        return self.joins_states or not {*self.reduced_axes} <= {*self.mesh.sizes}
 
     @property
     def has_dtensors(self) -> bool:
@@ -322,22 +327,24 @@ class Modules:
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """Axes whose partial gradients `reduce_gradients` adds up in a bucket."""
-        sizes = self.mesh.sizes
-        held = [tensor for stage in self.model.stages for tensor in stage.tensors]
-        axes = reduced_axes(self.options.zero)
-        return tuple(axis for axis in axes if sizes[axis] > 1 and any(axis in t.partial for t in held))
+        """Axes over which `reduce_gradients` adds up partial gradients in a bucket; "dp_cp" for both at once."""
+        return reduced_over(self.mesh, self.options.zero, [tensor.partial for tensor in self._with_gradients])
+
+    @cached_property
+    def _with_gradients(self) -> tuple[HeldTensor, ...]:
+        """What a gradient reaches, of every stage; unused parameters have none."""
+        used = {fqn for unit in self.graph.units for _, fqn in unit.tensors}
+        held = (tensor for stage in self.model.stages for tensor in stage.tensors if tensor.fqn in used)
+        return tuple(tensor for tensor in held if not tensor.is_buffer and tensor.type.requires_grad)
 
     def is_all_partial(self, axis: str) -> bool:
-        """Whether every gradient is a partial sum on the axis; unused parameters have none."""
-        used = {fqn for unit in self.graph.units for _, fqn in unit.tensors}
-        held = [tensor for stage in self.model.stages for tensor in stage.tensors if tensor.fqn in used]
-        return all(axis in tensor.partial for tensor in held if not tensor.is_buffer and tensor.type.requires_grad)
+        """Whether every gradient is a partial sum on the axis."""
+        return all(is_partial(tensor.partial, axis) for tensor in self._with_gradients)
 
     def num_dtypes(self, axis: str) -> int:
         """How many dtypes the gradients have that are partial sums on the axis."""
         held = [tensor for stage in self.model.stages for tensor in stage.tensors]
-        return len({tensor.type.dtype for tensor in held if axis in tensor.partial})
+        return len({tensor.type.dtype for tensor in held if is_partial(tensor.partial, axis)})
 
     @property
     def updates_buffers(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from ....planner.schedules import get_schedule
 from ...text import LINE_WIDTH, layout
+from .module_functions import states_of
 from .tensors import DEFAULT_DTYPE
 
 NUM_MICROBATCHES = '''\
@@ -266,7 +267,8 @@ def reduce_gradients(
     several_dtypes: bool,
     is_empty_somewhere: bool,
 ) -> str:
-    """`whole`: axes on which every gradient is a partial sum; `listed`: those where modules name the parameters.
+    """`whole`: axes (or "dp_cp") on which every gradient is a partial sum; `listed`: those where modules name the
+    parameters.
 
     `tied`: on how many ranks each tied parameter is held. `shards`: over which axis the optimizer has parts, if any.
     `several`: a rank's stages are a list.
@@ -274,12 +276,12 @@ def reduce_gradients(
     """
     model, kind = ("stages", "nn.ModuleList") if several else ("stage", "nn.Module")
     lines = [f"def reduce_gradients({model}: {kind}, mesh: DeviceMesh) -> None:"]
-    steps = [f"all over {axis}" for axis in whole]
+    steps = [f"all over {axis.replace('_', ' and ')}" for axis in whole]
     steps += [f"`partial_{axis}` over {axis}" for axis in listed]
     steps += [f"all over {shards} into parts"] if shards else []
     steps += ["tied parameters over their holders"] if tied else []
     lines.append(f'    """Complete gradients that are partial sums: {", then ".join(steps)}."""')
-    lines += [f'    all_reduce_gradients({model}.parameters(), mesh["{axis}"].get_group())' for axis in whole]
+    lines += [f"    all_reduce_gradients({model}.parameters(), {states_of(axis)}.get_group())" for axis in whole]
     for axis in listed:
         named = f'getattr(module, "partial_{axis}", ())'
         found = f"[module.get_parameter(name) for module in {model}.modules() for name in {named}]"
