@@ -60,7 +60,7 @@ class StageMemory:
             memory = replace(memory, gather_buffers=2 * size)
         if zero >= 2 and dp > 1:
             whole = self.held_whole_bytes(held, zero)
-            if self._keeps_gradients and not self._keeps_parameters:
+            if self._accumulates_apart:
                 # Fullest before the last backward: the parameters at work, and no gradient is in its shards yet.
                 working = min(2 * _largest(held.group_bytes(dp)), held.num_bytes)
                 memory = replace(memory, gather_buffers=working + whole, gradients=0)
@@ -68,18 +68,32 @@ class StageMemory:
                 memory = replace(memory, gather_buffers=max(memory.gather_buffers, whole))
         return memory + Memory(temporary=working_bytes)
 
+    def held_per_byte(self, zero: int) -> float:
+        """Bytes that stay for each of a trained parameter as stored, in even shards; without what FSDP2 gathers."""
+        shards = self.prices.mesh.shards
+        size = shards << 30
+        memory = state_bytes(size, zero=zero, dp=shards, optimizer=self.optimizer, precision=self.precision)
+        memory = self._as_kept(memory, zero)
+        gradients = 0 if zero >= 2 and self._accumulates_apart else memory.gradients
+        return (memory.parameters + gradients + memory.optimizer + memory.master_weights) / size
+
+    @property
+    def _accumulates_apart(self) -> bool:
+        """Whether gradients are whole, and in no shards, until the last backward, though parameters are freed."""
+        return self.prices.mesh.shards > 1 and self.keeps_gradients and not self.keeps_parameters
+
     @property
     def frees_parameters(self) -> bool:
         """Whether ZeRO-3 holds less than ZeRO-2 does."""
-        return self.prices.mesh.shards > 1 and not (self._keeps_parameters or self._keeps_gradients)
+        return self.prices.mesh.shards > 1 and not (self.keeps_parameters or self.keeps_gradients)
 
     @property
-    def _keeps_gradients(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Whether FSDP2's gradients stay whole from one microbatch to the next."""
         return self.prices.mesh.microbatches > 1 and self.prices.stack.accumulation != "sharded"
 
     @property
-    def _keeps_parameters(self) -> bool:
+    def keeps_parameters(self) -> bool:
         """Whether what FSDP2 has gathered stays from one microbatch to the next."""
         stack = self.prices.stack
         accumulates = self.prices.mesh.microbatches > 1 and stack.accumulation == "unsharded"
@@ -90,8 +104,8 @@ class StageMemory:
         dp = self.prices.mesh.shards
         if zero < 2 or dp == 1:
             return 0
-        whole = _all(held.group_bytes(dp)) if self._keeps_parameters else 0
-        if self._keeps_gradients:
+        whole = _all(held.group_bytes(dp)) if self.keeps_parameters else 0
+        if self.keeps_gradients:
             whole += _all(held.group_bytes(dp, trained=True)) * self._accumulated_items(held)
         return whole
 

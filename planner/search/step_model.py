@@ -34,16 +34,17 @@ from typing import Any
 import pulp
 
 from ...cost_models.memory import COMPUTE_BYTES, FRAGMENTATION_FRACTION
-from ...cost_models.optimizer import get_optimizer
 from ..capture.graph import Kind, ModelGraph, Ref, TensorType
 from ..checkpointing import Checkpointing, policy_of
 from ..schedules import Schedule, get_schedule, in_flight
 from ..zero import Zero, highest
 from .assignment import Choice, Stopped
+from .held_parameters import HeldParameter
 from .linear import Linear, add, scaled, sum_of
 from .prices import edge_of, slowest_of_nodes
 from .problem import Built
 from .solver import run_solver
+from .stage_memory import StageMemory
 from .step_columns import MIB, SCALE, StepColumns
 from .step_parameters import StageParameters, StepParameters, padded_of, size_of
 from .step_units import StepUnits, UnitTerms
@@ -88,6 +89,7 @@ class StepModel:
         self.mesh, self.cluster = self.prices.mesh, self.prices.cluster
         self.slower = slowest_of_nodes(self.mesh, self.cluster)
         self.space = uses.space
+        self.memory = StageMemory(prices=self.prices, optimizer=optimizer, precision=precision)
         self.columns = StepColumns(self.space, built, alive)
         self.parameters = StepParameters(self.columns, master, self.prices, zero=self.zero, optimizer=optimizer)
         self.objective = self._step(StepUnits(self.columns, uses))
@@ -246,11 +248,8 @@ class StepModel:
         gpu, mesh, zero = self.cluster.gpu, self.mesh, self.zero
         if zero is None or not self.policy.must_fit:
             return
-        states = get_optimizer(self.optimizer).states
-        compute = COMPUTE_BYTES[self.precision] / 4
-        is_mixed = compute < 1
+        held_per_byte = self.memory.held_per_byte(zero)
         is_split = zero >= 2 and mesh.state_ranks > 1
-        part = 1 / mesh.shards if is_split else 1.0
         total: Linear = {}
         moving: Linear = {}
         kinds: set[tuple[int, str]] = set()
@@ -259,9 +258,7 @@ class StepModel:
             frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
             if is_split:
                 add(moving, self._gathered(parameters, stored, zero, devices))
-            # Parameters, gradients and the optimizer's states; mixed precision keeps a copy unless FSDP gathers in it.
-            copied = compute if is_mixed and not is_split else 0.0
-            add(total, stored, 2 * part + states / (mesh.shards if zero >= 1 else 1) + copied)
+            add(total, stored, held_per_byte)
             add(total, frozen)
             counts = Counter(map(self._kind, range(max(first, 1), last)))
             for kind, count in counts.items():
@@ -278,13 +275,14 @@ class StepModel:
 
     def _gathered(self, parameters: StageParameters, stored: Linear, zero: int, devices: int) -> Linear:
         """What FSDP2 holds whole of a stage: parameters and, while they accumulate, their gradients."""
-        mesh = self.mesh
-        if mesh.microbatches > 1:
-            held = self.parameters.total(parameters, lambda p: padded_of(p, mesh.shards), master=False)
-            unreduced = self.parameters.total(
-                parameters, lambda p: padded_of(p, mesh.shards) if p.trainable else 0.0, master=False
-            )
-            return sum_of([(held, 1.0), (unreduced, 1.0)])
+        mesh, memory = self.mesh, self.memory
+        if memory.keeps_parameters or memory.keeps_gradients:
+
+            def whole(held: HeldParameter) -> float:
+                gradient = held.trainable and memory.keeps_gradients
+                return padded_of(held, mesh.shards) * (memory.keeps_parameters + gradient)
+
+            return self.parameters.total(parameters, whole, master=False)
         if devices > 1:
             return {}
         compute = COMPUTE_BYTES[self.precision] / 4

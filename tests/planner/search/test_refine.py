@@ -7,13 +7,16 @@ import pulp
 import pytest
 from autopar.cost_models.hardware import load_cluster
 from autopar.cost_models.stacks import load_stack
+from autopar.cost_models.stacks.profile import CHOICES
 from autopar.planner.search.answer import Setting
 from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.candidates import Pins
+from autopar.planner.search.exact import joint_problem, model_of
 from autopar.planner.search.policies import shardings_for
 from autopar.planner.search.pricing import Pricer
 from autopar.planner.search.solver import run_solver
-from autopar.planner.search.sweep import search
+from autopar.planner.search.step_model import Policy
+from autopar.planner.search.sweep import _Sweep, search
 from graphs import residual_mlp
 
 SETTING = Setting(
@@ -47,6 +50,30 @@ def test_a_cutoff_changes_no_answer_below_it_and_lets_no_other_through():
     least = solved(inf)
     assert solved(least + 0.5) == pytest.approx(least)
     assert solved(least - 0.5) >= least
+
+
+STACKS = [
+    *(({"states": states}, zero) for states in CHOICES["states"] for zero in (0, 1, 3)),
+    *(({"accumulation": accumulation}, zero) for accumulation in CHOICES["accumulation"] for zero in (2, 3)),
+]
+
+
+@pytest.mark.parametrize(("changes", "zero"), STACKS, ids=str)
+def test_what_a_plan_takes_of_memory_the_program_leaves_it(changes, zero):
+    """Whatever a stack holds of parameters: a device of just that size has room for the plan in the program too."""
+    stack = replace(load_stack("eager"), **changes)
+    graph = residual_mlp(batch=8, width=1024, hidden=2048, depth=2)
+    pins = Pins(mesh={"dp": 4}, zero=zero, activation_checkpoint="none", microbatch_size=1)
+    roomy = replace(SETTING, graph=graph, stack=stack, precision="bf16", pins=pins)
+    best = search(roomy).best
+    gpu = replace(roomy.cluster.gpu, hbm_bytes=best.cost.memory_bytes)
+    tight = replace(roomy, cluster=replace(roomy.cluster, gpu=gpu))
+    leaves = _Sweep(tight, lambda text: None)._leaves()
+    uses = leaves.uses(best.outer)
+    built, alive = joint_problem(leaves, uses)
+    policy = Policy(stages=best.stages, zero=best.zero, schedule=best.schedule, activation_checkpoint="none")
+    bound, _ = model_of(tight, built, uses, alive, policy).solve(as_mip=False)
+    assert bound <= best.cost.step_seconds * (1 + 1e-9)
 
 
 def test_where_memory_is_no_matter_recomputation_is_not_tried(monkeypatch):
