@@ -31,6 +31,7 @@ _TRIES = 2  # meshes of a change
 _TRIED_FACTORS = 3  # of GPUs or samples, from the first that may do
 _TOLERANCE = 1.2  # of the estimate
 
+_FLAGS = ("zero", "activation_checkpoint")  # and the mesh, of the plan that shows a change
 _PINS = (
     ("activation_checkpoint", "activation checkpointing"),
     ("zero", "the ZeRO stage"),
@@ -52,7 +53,7 @@ class Changes:
     def nearest(self) -> str:
         """The smallest change that fits with a plan that shows it, "" if there is none."""
         for text, found in self._found():
-            return f"{text}: {_flags(self.setting.graph, found)} needs {found.cost.memory_bytes / GIB:.1f} GiB"
+            return f"{text}: {self._flags(found)} needs {found.cost.memory_bytes / GIB:.1f} GiB"
         return ""
 
     def _found(self) -> Iterator[tuple[str, Candidate]]:
@@ -82,7 +83,7 @@ class Changes:
         sizes = [batch // part for part in (2, 4, 8, 16, 32, 64) if batch % part == 0]
         hopeful = [size for size in sizes if self._scaled(size / batch) <= _TOLERANCE * self._room]
         for size in hopeful[:_TRIED_FACTORS]:
-            yield f"take --batch-size {size}", replace(self._without_pins, graph=self.smaller(size))
+            yield f"take --batch-size {size}{self._and_leave}", replace(self._without_pins, graph=self.smaller(size))
 
     def _more_gpus(self) -> Iterator[tuple[str, Setting]]:
         tried = 0
@@ -96,7 +97,7 @@ class Changes:
                 return
             if self._least(setting) <= _TOLERANCE * self._room:
                 tried += 1
-                yield f"use {setting.gpus} GPUs", setting
+                yield f"use {setting.gpus} GPUs{self._and_leave}", setting
 
     def _more_memory(self) -> Iterator[tuple[str, Setting]]:
         setting, least = self.setting, self.nothing.least
@@ -111,6 +112,23 @@ class Changes:
         pins = self.setting.pins
         free = {name: None for name, _ in _PINS}
         return replace(self.setting, pins=replace(pins, mesh={}, **free))
+
+    @property
+    def _and_leave(self) -> str:
+        """The pins that `_without_pins` lets go and `_flags` does not replace."""
+        pins = self.setting.pins
+        given = [text for name, text in _PINS if name not in _FLAGS and getattr(pins, name) is not None]
+        return f" and leave {' and '.join(given)} free (not pinned)" if given else ""
+
+    def _flags(self, found: Candidate) -> str:
+        """The plan as pins, in place of those of the same names."""
+        graph = self.setting.graph
+        mesh = ",".join(f"{name}={size}" for name, size in found.mesh.written.items())
+        stages = written(by_pattern(graph, found.zero)) or found.zero
+        is_said = found.mesh.state_ranks > 1 or self.setting.pins.zero is not None
+        zero = f" --zero {stages}" if is_said else ""
+        checkpoint = written(by_pattern(graph, found.activation_checkpoint)) or found.activation_checkpoint
+        return f"--mesh {mesh}{zero} --activation-checkpoint {checkpoint}"
 
     # --- what they need ---
 
@@ -173,15 +191,6 @@ class Changes:
             if found is not None:
                 return found
         return None
-
-
-def _flags(graph: ModelGraph, found: Candidate) -> str:
-    """The plan as pins."""
-    mesh = ",".join(f"{name}={size}" for name, size in found.mesh.written.items())
-    stages = written(by_pattern(graph, found.zero)) or found.zero
-    zero = f" --zero {stages}" if found.mesh.state_ranks > 1 else ""
-    checkpoint = written(by_pattern(graph, found.activation_checkpoint)) or found.activation_checkpoint
-    return f"--mesh {mesh}{zero} --activation-checkpoint {checkpoint}"
 
 
 __all__ = ["Changes"]

@@ -21,6 +21,7 @@ PINS = {
     "the ZeRO stage": {"zero": None},
     "activation checkpointing": {"activation_checkpoint": None},
     "the microbatch size": {"microbatch_size": None},
+    "the schedule": {"schedule": None},
     "the mesh": {"mesh": {}},
 }
 
@@ -50,8 +51,10 @@ def refused(given: Setting, smaller=None) -> InfeasibleError:
 
 def changed(given: Setting, fix: str) -> Setting:
     """The setting with the change that the first words of a fix name."""
-    if found := re.match(r"use (\d+) GPUs: ", fix):
-        return replace(given, gpus=int(found[1]), pins=Pins(mesh={}))
+    if found := re.match(r"use (\d+) GPUs(?: and leave (.*) free \(not pinned\))?: ", fix):
+        freed = {name: None for text in (found[2] or "").split(" and ") if text for name in PINS[text]}
+        pins = replace(given.pins, mesh={}, zero=None, activation_checkpoint=None, **freed)
+        return replace(given, gpus=int(found[1]), pins=pins)
     if found := re.match(r"use GPUs with (\d+) GiB \(--hbm-gib \1\): ", fix):
         cluster = replace(given.cluster, gpu=replace(given.cluster.gpu, hbm_bytes=int(found[1]) * GIB))
         return replace(given, cluster=cluster)
@@ -74,6 +77,10 @@ def shown(given: Setting, fix: str) -> Setting:
 
 CASES = {
     "more GPUs": (setting(0.6), "use 4 GPUs: "),
+    "more GPUs, and no such schedule": (
+        setting(0.6, mesh={"pp": 2}, schedule="1f1b", zero=0, microbatch_size=32),
+        "use 4 GPUs and leave the microbatch size and the schedule free (not pinned): ",
+    ),
     "many more GPUs": (setting(0.15), "use 16 GPUs: "),
     "ZeRO": (setting(1.4, gpus=4, mesh={"dp": 4}, zero=0), "leave the ZeRO stage free"),
     "the mesh": (setting(0.6, gpus=4, mesh={"dp": 4}, zero=0), "leave the mesh free"),
