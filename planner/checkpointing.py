@@ -33,6 +33,12 @@ def name_of(checkpointing: Checkpointing) -> str:
     return checkpointing if isinstance(checkpointing, str) else MIXED
 
 
+def runs_more_again(graph: ModelGraph, checkpointing: Checkpointing, *, than: Checkpointing) -> bool:
+    """Whether every block runs at least as much again as under another policy."""
+    units = [unit for unit in range(len(graph.units)) if blocks.is_block(graph, unit)]
+    return all(POLICIES.index(policy_of(checkpointing, u)) >= POLICIES.index(policy_of(than, u)) for u in units)
+
+
 def in_short(graph: ModelGraph, policies: tuple[str, ...]) -> Checkpointing:
     """The policies of the units, as one where all blocks have the same."""
     return blocks.in_short(graph, policies, elsewhere="none")
@@ -75,5 +81,5 @@ def described(checkpoints: Mapping[str, str], *, names_blocks: bool = False) -> 
 
 __all__ = [
     "MIXED", "POLICIES", "Checkpointing", "by_unit", "described", "in_short", "name_of", "parse_checkpoints",
-    "policy_of",
+    "policy_of", "runs_more_again",
 ]  # fmt: skip

@@ -17,12 +17,14 @@ _NUM_RUNNERS = 8  # that are simulated though they lose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparisons:
-    """Answers beside the best one. `solve`: a mesh with placements of its own. `is_late`: whether the time is up."""
+    """Answers beside the best one. `solve`: a mesh with placements of its own; `price`: with those of others where its
+    own take long to find. `is_late`: whether the time is up."""
 
     setting: Setting
     pricer: Pricer
     placer: Placer
     solve: Callable[[Mesh], Sequence[Candidate]]
+    price: Callable[[Mesh], Sequence[Candidate]]
     is_late: Callable[[], bool]
 
     def baselines(self, every: Sequence[Mesh], found: list[Candidate]) -> Iterator[tuple[str, Candidate]]:
@@ -65,7 +67,7 @@ class Comparisons:
         for other in best_of_other_meshes(found, chosen)[:_NUM_COMPLETE]:
             mesh = next(mesh for mesh in every if mesh.sizes == other.outer.sizes)
             if mesh not in priced and not self.is_late():
-                found.extend(self.solve(mesh))
+                found.extend(self.price(mesh))
 
     def runners_up(self, found: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
         """The best of every other mesh, the first few simulated."""

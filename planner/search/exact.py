@@ -19,6 +19,7 @@ from ..checkpointing import MIXED, Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..zero import Zero
 from .assignment import NoAssignment, Stopped
+from .joint import Joint
 from .mesh_bounds import fewest_passes
 from .placements_ilp import consistent
 from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
@@ -95,76 +96,75 @@ class ExactSearch:
 
     def _mesh(self, mesh: Mesh) -> bool:
         """Whether the mesh was searched to its end."""
-        uses = self.leaves.uses(mesh)
         try:
-            built, alive = joint_problem(self.leaves, uses)
+            joint = joint_problem(self.leaves, self.leaves.uses(mesh))
         except NoAssignment:
             return True
         leaves: list[tuple[float, Policy]] = []
-        if self._closed(floor_seconds(self.setting, built, uses, alive, self.leaves.seconds_left())):
+        if self._closed(floor_seconds(self.setting, joint, mesh, self.leaves.seconds_left())):
             return True
         for zero, replicas in shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster):
             for checkpoint in checkpoints_for(self.setting.graph, self.setting.pins):
-                policy = self._any_cut(uses, zero, replicas, checkpoint)
-                bound = self._relaxed(built, uses, alive, policy)
+                policy = self._any_cut(mesh, zero, replicas, checkpoint)
+                bound = self._relaxed(mesh, joint, policy)
                 if not self._closed(bound):
-                    leaves.extend(self._cuts(mesh, uses, policy, bound))
+                    leaves.extend(self._cuts(mesh, policy, bound))
             if self.setting.pins.activation_checkpoint is None:
                 # No mix is faster than no recomputation, which need not fit.
-                policy = self._any_cut(uses, zero, replicas, "none")
-                bound = self._relaxed(built, uses, alive, replace(policy, must_fit=False))
+                policy = self._any_cut(mesh, zero, replicas, "none")
+                bound = self._relaxed(mesh, joint, replace(policy, must_fit=False))
                 if not self._closed(bound):
-                    leaves.extend(self._mixes(mesh, uses, policy, bound))
+                    leaves.extend(self._mixes(mesh, policy, bound))
         leaves.sort(key=lambda leaf: leaf[0])
         for bound, policy in leaves:
             if self._closed(bound):
                 break
-            if self._is_late or not self._leaf(mesh, built, uses, alive, policy):
+            if self._is_late or not self._leaf(mesh, joint, policy):
                 self.open_bound = min(self.open_bound, leaves[0][0])
                 return False
         return True
 
-    def _any_cut(self, uses: Uses, zero: Zero, replicas: int, checkpoint: Checkpointing) -> Policy:
+    def _any_cut(self, mesh: Mesh, zero: Zero, replicas: int, checkpoint: Checkpointing) -> Policy:
         return Policy(
             stages=None,
             zero=zero,
             schedule="none",
             activation_checkpoint=checkpoint,
             replicas=replicas,
-            passes=_passes(self.setting, uses),
+            passes=_passes(self.setting, mesh),
         )
 
-    def _relaxed(self, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> float:
+    def _relaxed(self, mesh: Mesh, joint: Joint, policy: Policy) -> float:
         """A bound of all cuts and schedules; infinite where none fits in memory."""
         try:
             self.solved += 1
-            model = model_of(self.setting, built, uses, alive, policy)
+            model = model_of(self.setting, joint, mesh, policy)
             return model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())[0]
         except Stopped:
             return 0.0
         except NoAssignment:
             return inf
 
-    def _cuts(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
-        last = len(uses.space.graph.units)
+    def _cuts(self, mesh: Mesh, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
+        last = len(self.setting.graph.units)
         assert policy.zero is not None
         pins, checkpoint = self.setting.pins, policy.activation_checkpoint
         for schedule, per_rank in pipelines_for(mesh, pins, last - 1, policy.zero, checkpoint):
             for stages in every_cut(last, mesh.pp * per_rank):
                 yield bound, replace(policy, schedule=schedule, stages=stages)
 
-    def _mixes(self, mesh: Mesh, uses: Uses, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
+    def _mixes(self, mesh: Mesh, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
         """Every cut and schedule with blocks under several policies."""
-        graph = uses.space.graph
+        graph = self.setting.graph
         for schedule, per_rank in pipelines_for(mesh, self.setting.pins, len(graph.units) - 1, policy.zero or 0, MIXED):
             for stages in every_cut(len(graph.units), mesh.pp * per_rank):
                 for mix in every_mix(graph, stages):
                     yield bound, replace(policy, schedule=schedule, stages=stages, activation_checkpoint=mix)
 
-    def _leaf(self, mesh: Mesh, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> bool:
+    def _leaf(self, mesh: Mesh, joint: Joint, policy: Policy) -> bool:
         """Assignments of one leaf, cheapest first, until no other can be better. False: the time was up."""
         try:
-            model = model_of(self.setting, built, uses, alive, policy)
+            model = model_of(self.setting, joint, mesh, policy)
             self.solved += 1
             if self._closed(model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())[0]):
                 return True
@@ -174,7 +174,7 @@ class ExactSearch:
                 if self._closed(bound):
                     return True
                 assert chosen is not None
-                self._look_at(mesh, built, chosen, policy)
+                self._look_at(mesh, joint.built, chosen, policy)
                 model.forbid(chosen)
         except Stopped:
             return False
@@ -189,8 +189,8 @@ class ExactSearch:
             self.best = candidate
 
 
-def joint_problem(leaves: Leaves, uses: Uses) -> tuple[Built, list[list[int]]]:
-    """The placements of a mesh over all axes together, and the choices that every neighbour can serve.
+def joint_problem(leaves: Leaves, uses: Uses) -> Joint:
+    """The placements of a mesh over all axes together.
 
     Raises:
         NoAssignment: there are none.
@@ -198,44 +198,31 @@ def joint_problem(leaves: Leaves, uses: Uses) -> tuple[Built, list[list[int]]]:
     mesh = uses.prices.mesh
     free = tuple(axis.name for axis in mesh.axes if axis.name != MICROBATCH)
     built = build_problem(uses.space, mesh.axes, free, leaves.fixed(mesh), leaves.rules, uses, mesh.microbatches)
-    return built, consistent(built.problem)
+    return Joint(built=built, uses=uses, alive=consistent(built.problem))
 
 
-def model_of(setting: Setting, built: Built, uses: Uses, alive: Sequence[Sequence[int]], policy: Policy) -> StepModel:
+def model_of(setting: Setting, joint: Joint, mesh: Mesh, policy: Policy) -> StepModel:
     """The step of a policy as a linear program."""
     return StepModel(
-        built,
-        uses,
-        alive,
-        policy,
-        master=setting.graph,
-        optimizer=setting.optimizer,
-        precision=setting.precision,
+        joint, policy, mesh=mesh, master=setting.graph, optimizer=setting.optimizer, precision=setting.precision
     )
 
 
-def floor_seconds(
-    setting: Setting,
-    built: Built,
-    uses: Uses,
-    alive: Sequence[Sequence[int]],
-    time_limit_seconds: float | None = None,
-) -> float:
+def floor_seconds(setting: Setting, joint: Joint, mesh: Mesh, time_limit_seconds: float | None = None) -> float:
     """No plan on the mesh is faster, under whatever policy; infinite where there are no placements."""
-    shardings = shardings_for(setting.graph, uses.prices.mesh, setting.pins, setting.cluster)
+    shardings = shardings_for(setting.graph, mesh, setting.pins, setting.cluster)
     zero, replicas = shardings[0] if len(shardings) == 1 else (None, 1)
-    stages = ((0, len(uses.space.graph.units)),) if uses.prices.mesh.pp == 1 else None
     policy = Policy(
-        stages=stages,
+        stages=((0, len(setting.graph.units)),) if mesh.pp == 1 else None,
         zero=zero,
         schedule="none",
         activation_checkpoint="none",
         replicas=replicas,
         must_fit=False,
-        passes=_passes(setting, uses),
+        passes=_passes(setting, mesh),
     )
     try:
-        model = model_of(setting, built, uses, alive, policy)
+        model = model_of(setting, joint, mesh, policy)
         return model.solve(as_mip=False, time_limit_seconds=time_limit_seconds)[0]
     except Stopped:
         return 0.0
@@ -243,8 +230,7 @@ def floor_seconds(
         return inf
 
 
-def _passes(setting: Setting, uses: Uses) -> float:
-    mesh = uses.prices.mesh
+def _passes(setting: Setting, mesh: Mesh) -> float:
     return fewest_passes(mesh, pipelines_for(mesh, setting.pins, num_cuttable(setting.graph)))
 
 

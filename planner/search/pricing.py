@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import MIXED, Checkpointing, name_of
+from ..checkpointing import MIXED, Checkpointing
 from ..errors import CannotLower
-from ..schedules import get_schedule, in_flight
+from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
-from ..zero import FREED, KEPT, Zero, highest
+from ..zero import FREED, Zero, highest
 from .answer import Candidate, Setting, rank
-from .assignment import NoAssignment
+from .cuts import Cuts, Stages
 from .evaluate import Evaluator
-from .floors import cut_seconds, fitting_seconds, floor_bytes, floor_seconds
+from .floors import cut_seconds, floor_bytes
 from .pins import written_shares
-from .policies import Pipeline, checkpoints_for, num_cuttable, pipelines_for, shardings_for
+from .policies import Pipeline, num_cuttable, pipelines_for, shardings_for
 from .prices import Prices
 from .rank_speeds import Devices
 from .recompute import Recomputation
@@ -31,47 +31,10 @@ from .resharding import Resharding
 from .shared import Shared
 from .space import Space
 from .split_backward import loses_weights
-from .stages_ilp import Cutting, best_cut
 from .step_model import Policy
+from .ways import Way, may_mix, ways_of
 
-Stages = tuple[tuple[int, int], ...]
 _MOST_CORRECTIONS = 4  # of the room for activations, where a rank turns out to need more than said
-_CUT_SECONDS = 20.0  # that the solver may take for one cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
-    again, is faster than `fitting_seconds`: nor one where some blocks are under ZeRO-2 instead of ZeRO-3, and if none
-    are, than `uniform_seconds`. `level`: how much runs again, 0 for the least."""
-
-    floor_seconds: float
-    fitting_seconds: float
-    uniform_seconds: float
-    evaluator: Evaluator
-    pipeline: Pipeline
-    zero: Zero
-    checkpoint: Checkpointing
-    level: int
-
-    @property
-    def arrangement(self) -> tuple[object, ...]:
-        """All but the checkpointing."""
-        return self.pipeline, self.zero, self.evaluator.mesh.replicas
-
-    @property
-    def kept(self) -> tuple[object, ...]:
-        """The arrangement under ZeRO-2."""
-        return self.pipeline, KEPT, self.evaluator.mesh.replicas
-
-    @property
-    def policy(self) -> tuple[Evaluator, Pipeline, Zero, Checkpointing]:
-        return self.evaluator, self.pipeline, self.zero, self.checkpoint
-
-    @property
-    def floor_bytes(self) -> float:
-        """No cut leaves every rank with less."""
-        return floor_bytes(*self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +71,9 @@ class Pricer:
     devices: Devices
     shared: Shared = field(default_factory=Shared)
     _prices: dict[Mesh, Prices] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.cuts = Cuts(num_units=len(self.space.graph.units), devices=self.devices)
 
     def prices(self, mesh: Mesh) -> Prices:
         if mesh not in self._prices:
@@ -179,7 +145,7 @@ class Pricer:
                 continue
             cuts = [
                 stages
-                for stages in self._cuts(*way.policy)
+                for stages in self.cuts.best(*way.policy)
                 if cut_seconds(way.evaluator, stages, way.pipeline[0], way.checkpoint) < best
             ]
             if not cuts:
@@ -218,46 +184,10 @@ class Pricer:
         """
         if self.why_not(mesh, placements):
             return
-        pins = self.setting.pins
-        shardings = shardings_for(self.setting.graph, mesh, pins, self.setting.cluster)
+        shardings = shardings_for(self.setting.graph, mesh, self.setting.pins, self.setting.cluster)
         evaluators = {r: self.evaluator(replace(mesh, replicas=r), placements) for _, r in shardings}
-        hbm_bytes = self._rooms(mesh)
-        fitting: dict[tuple[object, ...], float] = {}
-        every = checkpoints_for(self.setting.graph, pins)
-
-        def fits(evaluator: Evaluator, pipeline: Pipeline, zero: Zero) -> float:
-            key = (pipeline, zero, evaluator.mesh.replicas)
-            if key not in fitting:
-                refuse = get_schedule(pipeline[0]).refuse_policies
-                policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
-                fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
-            return fitting[key]
-
-        for level, checkpoint in enumerate(every):
-            if evaluators[shardings[0][1]].least_seconds(checkpoint) >= known_seconds:
-                break
-            for zero, replicas in shardings:
-                evaluator = evaluators[replicas]
-                least = KEPT if zero == FREED and self._may_mix(evaluator) else zero
-                for pipeline in self.pipelines(mesh, zero, checkpoint):
-                    floor = floor_seconds(evaluator, pipeline, least, checkpoint)
-                    if floor >= known_seconds:
-                        continue
-                    uniform = floor if least == zero else floor_seconds(evaluator, pipeline, zero, checkpoint)
-                    yield Way(
-                        floor_seconds=floor,
-                        fitting_seconds=max(floor, fits(evaluator, pipeline, least)),
-                        uniform_seconds=max(uniform, fits(evaluator, pipeline, zero)),
-                        evaluator=evaluator,
-                        pipeline=pipeline,
-                        zero=zero,
-                        checkpoint=checkpoint,
-                        level=level,
-                    )
-
-    def _may_mix(self, evaluator: Evaluator) -> bool:
-        """Whether blocks may be under ZeRO-2 and under ZeRO-3, and it makes a difference to memory."""
-        return self.setting.pins.zero is None and evaluator.costs.memory.frees_parameters
+        sharded = [(zero, evaluators[replicas]) for zero, replicas in shardings]
+        yield from ways_of(self.setting, sharded, self._rooms(mesh), known_seconds)
 
     def _mixed(self, evaluator: Evaluator, candidate: Candidate, best: float) -> Candidate:
         """With the blocks under ZeRO-2 for which `candidate`, all of it under ZeRO-3, has room."""
@@ -305,7 +235,7 @@ class Pricer:
         known_seconds: float = inf,
     ) -> Candidate | None:
         """One policy under its best cut; None where the schedule would lose gradients."""
-        cuts = self._cuts(evaluator, pipeline, zero, checkpoint)
+        cuts = self.cuts.best(evaluator, pipeline, zero, checkpoint)
         return self._best_cut(cuts, evaluator, pipeline, zero, checkpoint, known_seconds)
 
     def _best_cut(
@@ -335,7 +265,7 @@ class Pricer:
             found = self._costed(
                 evaluator, policy.stages, policy.schedule, policy.zero, policy.activation_checkpoint, known_seconds
             )
-            is_mixed = policy.zero == FREED and self._may_mix(evaluator)
+            is_mixed = policy.zero == FREED and may_mix(self.setting.pins, evaluator)
             return self._mixed(evaluator, found, known_seconds) if is_mixed else found
         except CannotLower:
             return None
@@ -379,51 +309,3 @@ class Pricer:
             cost=cost,
             hbm_bytes=cost.hbm_bytes or self.devices.of(evaluator.mesh).hbm_bytes,
         )
-
-    def _cuts(
-        self, evaluator: Evaluator, pipeline: Pipeline, zero: Zero, checkpoint: Checkpointing
-    ) -> tuple[Stages, ...]:
-        """The best cut where the ranks of a stage go at the pace of the slowest of them; and where dp ranks may make up
-        for it by their shares of the batch, the best at the pace that they have together."""
-        mesh, slowest = evaluator.mesh, self.devices.of(evaluator.mesh).slowdown
-        if mesh.pp == 1:
-            return (((0, len(self.space.graph.units)),),)
-        found = [self._cut(evaluator, pipeline, zero, checkpoint, slowest)]
-        if evaluator.dp_ranks and not evaluator.why_even:
-            of_stage = zip(*(ranks.slowdown for ranks in evaluator.dp_ranks), strict=True)
-            together = tuple(mesh.dp / sum(1 / pace for pace in paces) for paces in of_stage)
-            found.append(self._cut(evaluator, pipeline, zero, checkpoint, together))
-        return tuple(dict.fromkeys(found))
-
-    def _cut(
-        self,
-        evaluator: Evaluator,
-        pipeline: Pipeline,
-        zero: Zero,
-        checkpoint: Checkpointing,
-        slowdown: tuple[float, ...],
-    ) -> Stages:
-        mesh, (schedule, per_rank) = evaluator.mesh, pipeline
-        last = len(self.space.graph.units)
-        units = evaluator.costs.by_unit(checkpoint)
-        gpu, speeds = self.setting.cluster.gpu, self.devices.of(mesh)
-        rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
-        cutting = Cutting(
-            seconds=units.seconds,
-            held_bytes=evaluator.costs.states(zero),
-            kept_bytes=units.kept_bytes,
-            cut_seconds=evaluator.costs.cut_seconds,
-            in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
-            rank_of=rank_of,
-            microbatches=mesh.microbatches,
-            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - units.working_bytes),
-            pace=() if speeds.are_alike else tuple(slowdown[rank] for rank in rank_of),
-            short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
-        )
-        try:
-            ends = best_cut(cutting, time_limit_seconds=_CUT_SECONDS)
-        except NoAssignment:
-            # Nothing fits: the most even cut shows by how much.
-            ends = best_cut(replace(cutting, room_bytes=1e18), time_limit_seconds=_CUT_SECONDS)
-        bounds = (0, *(end + 1 for end in ends), last)
-        return tuple(zip(bounds, bounds[1:], strict=False))

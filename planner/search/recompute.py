@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
 from math import inf
@@ -144,6 +144,7 @@ class Recomputation:
     schedule: str
     zero: Zero
     hbm_bytes: tuple[int, ...]
+    _of_rank_groups: dict[tuple[int, tuple[str, ...]], list[Blocks]] = field(default_factory=dict, init=False)
 
     def least(self, missing_bytes: Sequence[int]) -> Checkpointing | None:
         """The policies that add the fewest seconds; None where none fits.
@@ -191,7 +192,7 @@ class Recomputation:
             return None  # not even without activations
         if needed(still.temporary) <= 0:
             return 0.0, []
-        groups = self._groups(mine, in_flight, base)
+        groups = self._known_groups(mine, in_flight, base)
         works = {still.temporary, *(w for group in groups for w in group.working_bytes.values() if w > still.temporary)}
         best: tuple[float, tuple[tuple[int, int], ...]] | None = None
         for working in sorted(works):
@@ -199,6 +200,13 @@ class Recomputation:
             if found is not None and (best is None or found < best):
                 best = found
         return None if best is None else (best[0], list(zip(groups, best[1], strict=True)))
+
+    def _known_groups(self, mine: Sequence[int], in_flight: Sequence[int], base: tuple[str, ...]) -> list[Blocks]:
+        """The blocks of a rank by template, found once for all that is asked of it."""
+        key = mine[0], base
+        if key not in self._of_rank_groups:
+            self._of_rank_groups[key] = self._groups(mine, in_flight, base)
+        return self._of_rank_groups[key]
 
     def _groups(self, mine: Sequence[int], in_flight: Sequence[int], base: tuple[str, ...]) -> list[Blocks]:
         """The blocks of a rank by template."""

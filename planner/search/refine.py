@@ -7,22 +7,22 @@ plan to price. What is done depends on sizes alone, never on time, so plans stay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..checkpointing import Checkpointing, name_of
+from ..checkpointing import Checkpointing, name_of, runs_more_again
 from ..schedules import get_schedule
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..zero import highest
 from .assignment import NoAssignment
 from .exact import Leaves, every_cut, floor_seconds, joint_problem, model_of
+from .joint import Joint
 from .least_memory import states_of
 from .policies import checkpoints_for, num_cuttable, pipelines_for, shardings_for
-from .problem import Built
 from .step_model import Policy, StepModel
 from .step_uses import Uses
 
@@ -33,15 +33,10 @@ _MOST_CHOICES = 700  # of the vertices of a program that is solved at all
 _MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
 _MOST_TRIES = 8  # assignments of a program whose memory is then found to be too large
 _ALL_CHOICES = 3000  # of all programs of one search
+_WORTH = 0.01  # of the gap: where programs could close no more of it, none is built
+_LARGE = 200  # choices of a program from which on what it takes grows as their square
 
 Cut = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Joint:
-    built: Built
-    uses: Uses
-    alive: Sequence[Sequence[int]]
 
 
 @dataclass
@@ -53,28 +48,29 @@ class Refiner:
     spent: int = 0
 
     def __post_init__(self) -> None:
-        self._joint: dict[Mesh, _Joint | None] = {}
+        self._joint: dict[Mesh, Joint | None] = {}
+        self._of_kind: dict[Hashable, Joint | None] = {}
 
-    def joint(self, mesh: Mesh) -> _Joint | None:
+    def joint(self, mesh: Mesh) -> Joint | None:
         """The program of a mesh, None where it is too large.
 
         Raises:
             NoAssignment: the mesh has no placements.
         """
         if mesh not in self._joint:
-            self._joint[mesh] = self._build(mesh)
+            self._joint[mesh] = self._build(mesh, self.leaves.uses(mesh))
         return self._joint[mesh]
 
-    def _build(self, mesh: Mesh) -> _Joint | None:
+    def _build(self, mesh: Mesh, uses: Uses) -> Joint | None:
         if self._is_large(mesh) or self.spent + self._num_nodes * _num_axes(mesh) ** 2 > _ALL_CHOICES:
             return None
-        uses = self.leaves.uses(mesh)
-        built, alive = joint_problem(self.leaves, uses)
-        size = sum(map(len, alive))
-        if size > _MOST_CHOICES or self.spent + size > _ALL_CHOICES:
+        joint = joint_problem(self.leaves, uses)
+        size = joint.num_choices
+        work = max(size, size * size // _LARGE)
+        if size > _MOST_CHOICES or self.spent + work > _ALL_CHOICES:
             return None
-        self.spent += size
-        return _Joint(built=built, uses=uses, alive=alive)
+        self.spent += work
+        return joint
 
     @cached_property
     def _num_nodes(self) -> int:
@@ -89,20 +85,38 @@ class Refiner:
         # What no program improves bounds the answer at once, and ends the work on the others.
         large = (bounds[mesh] for mesh in bounds if self._is_large(mesh))
         found = min((best.cost.step_seconds, *large))
+        alike: dict[Hashable, list[Mesh]] = {}
+        for mesh in bounds:
+            alike.setdefault(_kind(mesh), []).append(mesh)
         for mesh in sorted(bounds, key=lambda mesh: (bounds[mesh], mesh.pp, mesh.tp, mesh.microbatches)):
-            if bounds[mesh] >= found:
-                break
-            better = self._floor(mesh)
+            if found - bounds[mesh] <= _WORTH * (best.cost.step_seconds - bounds[mesh]):
+                return min(found, bounds[mesh])
+            better = self._floor(mesh, alike[_kind(mesh)])
             found = min(found, max(better, bounds[mesh]))
         return found
 
-    def _floor(self, mesh: Mesh) -> float:
+    def _floor(self, mesh: Mesh, alike: Sequence[Mesh]) -> float:
         try:
-            joint = self.joint(mesh)
+            joint = self.joint(mesh) if alike == [mesh] else self._joint.get(mesh) or self._joint_of(alike)
         except NoAssignment:
-            return inf
-        left = self.leaves.seconds_left
-        return 0.0 if joint is None else floor_seconds(self.setting, joint.built, joint.uses, joint.alive, left())
+            return inf if alike == [mesh] else 0.0
+        return 0.0 if joint is None else floor_seconds(self.setting, joint, mesh, self.leaves.seconds_left())
+
+    def _joint_of(self, alike: Sequence[Mesh]) -> Joint | None:
+        """A program for meshes of one kind, in which no placement takes longer than on any of them.
+
+        What dp splits has equal local sizes on all, and what it does not is smallest with most microbatches. Messages
+        over dp, of which it has different numbers of ranks, are left out.
+
+        Raises:
+            NoAssignment: the kind has no placements.
+        """
+        finest = max(alike, key=lambda mesh: mesh.microbatches)
+        kind = _kind(finest)
+        if kind not in self._of_kind:
+            uses = replace(self.leaves.uses(finest), free_axes=frozenset(("dp",)))
+            self._of_kind[kind] = self._build(finest, uses)
+        return self._of_kind[kind]
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
         """Plans of the candidate's mesh and cut, as the whole program places them: under every policy for all blocks,
@@ -129,28 +143,34 @@ class Refiner:
             if states.held(mesh, highest(zero), mesh.state_ranks // replicas) > room:
                 continue
             closed = inf  # the relaxation of a policy that memory did not keep from the best placements
+            roomy: list[Checkpointing] = []  # policies that have these without filling the memory
             for checkpoint in checkpoints:
                 if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
+                    continue
+                # Computing more again only helps where it makes room for cheaper placements.
+                if any(runs_more_again(self.setting.graph, checkpoint, than=other) for other in roomy):
                     continue
                 policy = Policy(
                     stages=stages, zero=zero, schedule=schedule, activation_checkpoint=checkpoint, replicas=replicas
                 )
                 try:
-                    model = model_of(self.setting, joint.built, joint.uses, joint.alive, policy)
+                    model = model_of(self.setting, joint, mesh, policy)
                     bound, chosen = model.solve(as_mip=False, time_limit_seconds=self.leaves.seconds_left())
-                    # Computing more again only helps where it makes room for cheaper placements.
-                    if bound >= min(known, closed):
-                        continue
-                    found = self._solved(mesh, joint, model, chosen, known)
+                    has_room = model.has_room
+                    found = None
+                    if bound < min(known, closed):
+                        found = self._solved(mesh, joint, model, chosen, known)
+                        closed = bound
                 except NoAssignment:
                     continue
-                closed = bound
+                if has_room:
+                    roomy.append(checkpoint)
                 if found is not None:
                     known = min(known, found.cost.step_seconds)
                     yield found
 
     def _solved(
-        self, mesh: Mesh, joint: _Joint, model: StepModel, chosen: tuple[int, ...] | None, known: float
+        self, mesh: Mesh, joint: Joint, model: StepModel, chosen: tuple[int, ...] | None, known: float
     ) -> Candidate | None:
         """The program's answer, None where it is not below `known`; where its memory row, a lower bound, was too kind,
         the next best that fits. `chosen` is that of the relaxation, if integral.
@@ -188,6 +208,13 @@ class Refiner:
                 cuts = tuple(dict.fromkeys(stages for stages in known if len(stages) == num_stages))
             fitting.extend(self._placed(mesh, schedule, cuts, checkpoints, inf))
         return min(fitting, key=lambda candidate: candidate.cost.step_seconds, default=None)
+
+
+def _kind(mesh: Mesh) -> Hashable:
+    """Equal for meshes whose ranks run the same program in a microbatch: dp and microbatches both split the batch."""
+    if mesh.dp == 1 or mesh.microbatches == 1:
+        return mesh
+    return (mesh.dp * mesh.microbatches, *(mesh.sizes[name] for name in SPLIT_AXES if name != "dp"))
 
 
 def _num_axes(mesh: Mesh) -> int:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..blocks import is_block
@@ -104,6 +105,15 @@ class _Passes:
     host_forward: float
     host_backward: float
     working_bytes: int
+
+
+class _Alike(NamedTuple):
+    """What units have in common: a template (-1 where units hold the same tensors), and by policy the bytes that they
+    keep at least of a microbatch and the seconds they take."""
+
+    template: int
+    kept_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +328,27 @@ class StageCosts:
         ones another may), and keeps of one microbatch, fragmented."""
         key = zero, recompute
         if key not in self._least_units:
-            states = self._by_template(lambda index: self._least_unit_states(index, zero))
-            self._least_units[key] = Counter(zip(states, self._least_kept(recompute), strict=True))
+            found = self._least_units[key] = Counter()
+            for states, unit, count in self._counted(zero, (recompute,)):
+                found[states, unit.kept_bytes[0]] += count
         return self._least_units[key]
+
+    def _counted(self, zero: int, policies: tuple[Checkpointing, ...]) -> Iterator[tuple[float, _Alike, int]]:
+        """What a stage holds at least of every kind of unit, the kind, and how many there are."""
+        known, key = self.prices.shared.costs, ("alike", self.kinds, self._local, policies)
+        if key not in known:
+            units = range(1, len(self.kinds.templates))
+            templates = (-1 if index in self.kinds.sharing else self.kinds.templates[index] for index in units)
+            kept = zip(*map(self._least_kept, policies), strict=True)
+            seconds = zip(*(self.by_unit(policy).seconds for policy in policies), strict=True)
+            first: dict[_Alike, int] = {}
+            counts: Counter[_Alike] = Counter()
+            for index, alike in zip(units, map(_Alike, templates, kept, seconds), strict=True):
+                first.setdefault(alike, index)
+                counts[alike] += 1
+            known[key] = [(first[alike], alike, count) for alike, count in counts.items()]
+        for index, alike, count in known[key]:
+            yield 0.0 if index in self.kinds.sharing else self._least_unit_states(index, zero), alike, count
 
     def _least_unit_states(self, index: int, zero: int) -> float:
         stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
@@ -345,10 +373,9 @@ class StageCosts:
         """How many units but the prelude there are by what they take at least under each policy."""
         key = zero, policies
         if key not in self._recomputed:
-            states = self._by_template(lambda index: self._least_unit_states(index, zero))
-            kept = zip(*map(self._least_kept, policies), strict=True)
-            seconds = zip(*(self.by_unit(policy).seconds for policy in policies), strict=True)
-            self._recomputed[key] = Counter(map(Recomputed, states, kept, seconds))
+            found = self._recomputed[key] = Counter()
+            for states, unit, count in self._counted(zero, policies):
+                found[Recomputed(states, unit.kept_bytes, unit.seconds)] += count
         return self._recomputed[key]
 
     # --- messages ---
@@ -357,7 +384,7 @@ class StageCosts:
         """Messages of one microbatch before unit `boundary`, from pipeline stage `edge` to the next."""
         if boundary >= len(self.kinds.templates):
             return 0.0
-        made = tuple((self.kinds.templates[value.unit], value.output) for value in self.kinds.crossing[boundary])
+        made = self.kinds.sent[boundary]
         edge = self.prices.alike_edge(edge)
         if (made, edge) not in self._sends:
             self._sends[made, edge] = sum(self._sent(template, output, edge) for template, output in made)

@@ -33,7 +33,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import inf
 
@@ -168,12 +168,19 @@ def cut_evenly(cutting: Cutting, *, may_be_empty: bool = False) -> tuple[int, ..
         NoAssignment: too few units, or nothing fits.
     """
     filling = _Filling(cutting, may_be_empty)
+    low = _least_slowest(cutting.seconds, cutting.num_stages, cutting.pace, may_be_empty)
+    ends, low = filling.below(low)
+    if ends is not None:
+        return ends  # as short as without limits of memory
     ends, _ = filling.below(inf)
     if ends is None:
         raise NoAssignment
+    return _shortened(filling, ends, low)
+
+
+def _shortened(filling: _Filling, ends: tuple[int, ...], low: float) -> tuple[int, ...]:
+    """Better ends, as good as they get; no cut has a slowest stage below `low` seconds."""
     slowest = filling.slowest(ends)
-    paces = [cutting.pace_of(stage) for stage in range(cutting.num_stages)]
-    low = max(sum(cutting.seconds) / sum(1 / pace for pace in paces), min(paces) * max(cutting.seconds))  # for any cut
     limit = low
     while limit < slowest * (1 - _ROUNDING):
         found, following = filling.below(limit)
@@ -183,6 +190,27 @@ def cut_evenly(cutting: Cutting, *, may_be_empty: bool = False) -> tuple[int, ..
             ends, slowest = found, filling.slowest(found)
         limit = (low + slowest) / 2 if low < slowest else slowest
     return ends
+
+
+@lru_cache(maxsize=1 << 10)
+def _least_slowest(seconds: tuple[float, ...], stages: int, pace: tuple[float, ...], may_be_empty: bool) -> float:
+    """Seconds of the slowest stage at least, whatever the memory: the same under many policies.
+
+    Raises:
+        NoAssignment: too few units.
+    """
+    free = (0.0,) * len(seconds)
+    cutting = Cutting(
+        seconds=seconds, held_bytes=free, kept_bytes=free, cut_seconds=free, in_flight=(1,) * stages,
+        rank_of=(0,) * stages, microbatches=1, room_bytes=inf, pace=pace,
+    )  # fmt: skip
+    filling = _Filling(cutting, may_be_empty)
+    ends, _ = filling.below(inf)
+    if ends is None:
+        raise NoAssignment
+    paces = pace or (1.0,) * stages
+    low = max(sum(seconds) / sum(1 / each for each in paces), min(paces) * max(seconds))  # for any cut
+    return filling.slowest(_shortened(filling, ends, low))
 
 
 @dataclass(frozen=True)
@@ -197,11 +225,21 @@ class _Filling:
         return [0.0, *accumulate(reversed(self.cutting.seconds))]
 
     @cached_property
-    def _used(self) -> dict[float, list[float]]:
-        """Bytes of the last k units, by microbatches in flight."""
-        units = tuple(zip(reversed(self.cutting.held_bytes), reversed(self.cutting.kept_bytes), strict=True))
-        flights = set(self.cutting.in_flight)
-        return {flight: [0.0, *accumulate(held + flight * kept for held, kept in units)] for flight in flights}
+    def _held(self) -> list[float]:
+        return [0.0, *accumulate(reversed(self.cutting.held_bytes))]
+
+    @cached_property
+    def _kept(self) -> list[float]:
+        return [0.0, *accumulate(reversed(self.cutting.kept_bytes))]
+
+    def _fitting(self, stage: int, taken: int, most: int) -> int:
+        """How many of the last units, `most` at most, are taken where a stage holds what fits behind the first."""
+        cutting, held, kept = self.cutting, self._held, self._kept
+        flight, room = cutting.in_flight[stage], cutting.room_of(cutting.rank_of[stage])
+        room += held[taken] + flight * kept[taken]
+        if held[most] + flight * kept[most] <= room:
+            return most
+        return bisect_right(range(most + 1), room, key=lambda k: held[k] + flight * kept[k]) - 1
 
     def below(self, limit: float) -> tuple[tuple[int, ...] | None, float]:
         """Ends of stages that take at most `limit` seconds and fit, and the next limit that gives other ends."""
@@ -210,12 +248,13 @@ class _Filling:
         taken, following = 0, inf
         found: list[int] = []
         for stage in reversed(range(stages)):
-            used = self._used[cutting.in_flight[stage]]
             pace = cutting.pace_of(stage)
-            most = bisect_right(used, used[taken] + cutting.room_of(cutting.rank_of[stage])) - 1
-            most = min(most, units - stage)
-            last = min(most, bisect_right(time, time[taken] + limit / pace * (1 + _ROUNDING)) - 1)
-            if last < most:
+            most = units - stage
+            quick = bisect_right(time, time[taken] + limit / pace * (1 + _ROUNDING)) - 1
+            # A unit more is looked at, so that the next limit is one that memory allows.
+            last = self._fitting(stage, taken, min(most, quick + 1))
+            if last > quick:
+                last = quick
                 following = min(following, (time[last + 1] - time[taken]) * pace)
             if last <= taken and not self.may_be_empty:
                 return None, following

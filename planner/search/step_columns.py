@@ -10,6 +10,7 @@ The other parts of the step (`step_units.py`, `step_parameters.py`, `step_model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 
 import pulp
 
@@ -41,13 +42,21 @@ class StepColumns:
             self.wanted.append(self._add_group(group))
         self._must_split()
 
+    def forked(self) -> StepColumns:
+        """The program so far; what is added to it stays its own."""
+        found = copy(self)
+        found.lp = self.lp.copy()
+        return found
+
     def column(self, prefix: str, most: float | None = None) -> pulp.LpVariable:
         """A new column from 0 to `most`."""
         self.num_columns += 1
         return self.lp.add_variable(f"{prefix}{self.num_columns:06d}", 0, most)
 
-    def row(self, terms: Mapping[pulp.LpVariable | None, float], sense: int, right: float = 0.0) -> None:
-        """Add sum of terms <=, = or >= right.
+    def row(
+        self, terms: Mapping[pulp.LpVariable | None, float], sense: int, right: float = 0.0
+    ) -> pulp.LpConstraint | None:
+        """Add sum of terms <=, = or >= right; None where there are no columns and it holds.
 
         Raises:
             NoAssignment: there are no columns and it does not hold.
@@ -57,8 +66,10 @@ class StepColumns:
         if not columns:
             if (sense == pulp.LpConstraintGE and right > 1e-9) or (sense == pulp.LpConstraintLE and right < -1e-9):
                 raise NoAssignment
-            return
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(columns), sense, rhs=right))
+            return None
+        row = pulp.LpConstraint(pulp.LpAffineExpression(columns), sense, rhs=right)
+        self.lp.addConstraint(row)
+        return row
 
     def at_least(self, column: pulp.LpVariable, terms: Linear) -> None:
         """Add column >= terms."""

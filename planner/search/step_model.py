@@ -25,8 +25,7 @@ Where the backward is split nothing drains: the first rank may end with gradient
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -34,23 +33,23 @@ from typing import Any
 import pulp
 
 from ...cost_models.memory import COMPUTE_BYTES, FRAGMENTATION_FRACTION
-from ..capture.graph import Kind, ModelGraph, Ref, TensorType
-from ..checkpointing import Checkpointing, policy_of
+from ..capture.graph import ModelGraph, Ref, TensorType
+from ..checkpointing import Checkpointing
 from ..schedules import Schedule, get_schedule, in_flight
+from ..sharding.mesh import Mesh
 from ..zero import Zero, highest
 from .assignment import Choice, Stopped
 from .held_parameters import HeldParameter
+from .joint import Joint, Run, UnitKind
 from .linear import Linear, add, scaled, sum_of
 from .prices import edge_of, slowest_of_nodes
-from .problem import Built
 from .solver import run_solver
 from .stage_memory import StageMemory
-from .step_columns import MIB, SCALE, StepColumns
+from .step_columns import MIB, SCALE
 from .step_parameters import StageParameters, StepParameters, padded_of, size_of
-from .step_units import StepUnits, UnitTerms
-from .step_uses import Uses
 
 _BYTES_OF_ROUNDING = 64.0
+_FILLED = 1e-6  # of a device's memory: what a rank has left at most whose memory row holds the answer back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,76 +72,27 @@ class StepModel:
     """The program of one policy. `forbid` excludes an assignment that was looked at; `solve` may be called again."""
 
     def __init__(
-        self,
-        built: Built,
-        uses: Uses,
-        alive: Sequence[Sequence[int]],
-        policy: Policy,
-        *,
-        master: ModelGraph,
-        optimizer: str,
-        precision: str,
+        self, joint: Joint, policy: Policy, *, mesh: Mesh, master: ModelGraph, optimizer: str, precision: str
     ) -> None:
         self.policy, self.optimizer, self.precision = policy, optimizer, precision
         self.zero = None if policy.zero is None else highest(policy.zero)
-        self.prices = replace(uses.prices, mesh=replace(uses.prices.mesh, replicas=policy.replicas))
+        self.prices = replace(joint.uses.prices, mesh=replace(mesh, replicas=policy.replicas))
         self.mesh, self.cluster = self.prices.mesh, self.prices.cluster
         self.slower = slowest_of_nodes(self.mesh, self.cluster)
-        self.space = uses.space
+        self.space = joint.space
         self.memory = StageMemory(prices=self.prices, optimizer=optimizer, precision=precision)
-        self.columns = StepColumns(self.space, built, alive)
+        units = joint.units(policy.activation_checkpoint)
+        self.units = units.terms
+        stages = policy.stages or ((0, len(self.space.graph.units)),)
+        runs = [units.run(first, last, policy.activation_checkpoint) for first, last in stages]
+        self.columns = units.columns.forked()
+        self._memory_rows: list[pulp.LpConstraint] = []
         self.parameters = StepParameters(self.columns, master, self.prices, zero=self.zero, optimizer=optimizer)
-        self.objective = self._step(StepUnits(self.columns, uses))
+        self.objective = self._any_cut(runs[0]) if policy.stages is None else self._with_stages(policy.stages, runs)
         self.constant = self.objective.pop(None, 0.0)
         self.columns.lp.setObjective(pulp.LpAffineExpression(list(self.objective.items())))
 
-    def _step(self, units: StepUnits) -> Linear:
-        self.units: dict[tuple[int, str], UnitTerms] = {}
-        for key in dict.fromkeys(map(self._kind, range(len(self.space.graph.units)))):
-            is_mixed = not isinstance(self.policy.activation_checkpoint, str)
-            self.units[key] = units.template(*key, is_mixed=is_mixed)
-        self.edges = units.edges()
-        if self.policy.stages is None:
-            return self._any_cut()
-        return self._with_stages(self.policy.stages)
-
-    def _kind(self, index: int) -> tuple[int, str]:
-        """The template of a unit, and what of it runs again."""
-        t = self.space.graph.units[index].template
-        is_module = self.space.graph.templates[t].is_module
-        return t, policy_of(self.policy.activation_checkpoint, index) if is_module else "none"
-
-    def _unit_edges(self, index: int) -> Iterator[tuple[int, int, int, str]]:
-        unit = self.space.graph.units[index]
-        inputs = self.space.graph.templates[unit.template].of_kind(Kind.INPUT)
-        for node, value in zip(inputs, unit.inputs, strict=False):
-            yield self.space.graph.units[value.unit].template, value.output, unit.template, node.name
-
-    def _run(self, first: int, last: int) -> tuple[Linear, Linear, Linear]:
-        """Forward and backward of one microbatch through a range of units, and what of the prelude runs once a step."""
-        forward: Linear = {}
-        backward: Linear = {}
-        counts: Counter[tuple[int, str]] = Counter()
-        edges: Counter[tuple[int, int, int, str]] = Counter()
-        for index in range(max(first, 1), last):
-            counts[self._kind(index)] += 1
-            edges.update(self._unit_edges(index))
-        for kind, count in counts.items():
-            add(forward, self.units[kind].forward, count)
-            add(backward, self.units[kind].backward, count)
-        prepared: dict[tuple[int, int], list[Linear]] = {}
-        for key, count in edges.items():
-            ahead, back = self.edges[key]
-            if key[0] == self.space.prelude:
-                prepared.setdefault(key[:2], []).append(ahead)
-                continue
-            add(forward, ahead, count)
-            add(backward, back, count)
-        once = sum_of([(self.columns.largest("P", parts), 1.0) for parts in prepared.values()])
-        add(once, self.units[self.space.prelude, "none"].forward)
-        return forward, backward, once
-
-    def _with_stages(self, stages: Sequence[tuple[int, int]]) -> Linear:
+    def _with_stages(self, stages: Sequence[tuple[int, int]], runs: Sequence[Run]) -> Linear:
         times, ranks = self.mesh.microbatches, self.mesh.pp
         schedule = get_schedule(self.policy.schedule)
         forwards: list[Linear] = []
@@ -150,26 +100,25 @@ class StepModel:
         afters: list[Linear] = []
         held: list[StageParameters] = []
         sends = [self._send(schedule, last, s) for s, (_, last) in enumerate(stages[:-1])]
-        for first, last in stages:
-            forward, backward, prepared = self._run(first, last)
+        for (first, last), run in zip(stages, runs, strict=True):
             parameters = self.parameters.of_stage(first, last)
             accumulation, once = self.parameters.after(parameters)
-            hosts = self._host(first, last, schedule, len(stages))
-            both = (forward, add(backward, accumulation))
+            hosts = self._host(run, schedule, len(stages))
+            both = (run.forward, sum_of([(run.backward, 1.0), (accumulation, 1.0)]))
             if self.cluster.gpu.is_host:  # which has added its own part already
                 ahead, back = (sum_of([(part, 1.0), (host, 1.0)]) for part, host in zip(both, hosts, strict=True))
             else:
                 ahead, back = (self.columns.largest("H", pair) for pair in zip(both, hosts, strict=True))
             forwards.append(ahead)
             backwards.append(back)
-            afters.append(add(once, prepared))
+            afters.append(add(once, run.once))
             held.append(parameters)
         paths: list[Linear] = []
         ends: list[Linear] = []
         kept = in_flight(self.policy.schedule, ranks, times, len(stages) // ranks)
         for rank in range(ranks):
             mine = schedule.stages_of(rank, ranks, len(stages))
-            self._memory_row([(stages[s], held[s], float(kept[s])) for s in mine], 1)
+            self._memory_row([(runs[s], held[s], float(kept[s])) for s in mine], 1)
             path = sum_of([(part[s], times) for s in mine for part in (forwards, backwards)])
             for before in range(mine[0]):
                 add(path, forwards[before])
@@ -190,30 +139,27 @@ class StepModel:
         started = SCALE * self.cluster.gpu.pipeline_step_seconds if len(stages) > 1 else 0.0
         return sum_of([(total, 1.0), (self.columns.largest("A", ends), 1.0), ({None: started}, 1.0)])
 
-    def _host(self, first: int, last: int, schedule: Schedule, num_stages: int) -> tuple[Linear, Linear]:
+    def _host(self, run: Run, schedule: Schedule, num_stages: int) -> tuple[Linear, Linear]:
         """The host's seconds forward and backward of a stage, with what the schedule's actions take."""
         if num_stages == 1:
             return {}, {}  # in the terms of the units already
         action = SCALE * self.cluster.gpu.pipeline_action_seconds
-        indices = () if self.cluster.gpu.is_host else range(max(first, 1), last)
-        units = [self.units[self._kind(index)] for index in indices]
-        forward = sum_of([(unit.host_forward, 1.0) for unit in units])
-        backward = sum_of([(unit.host_backward, 1.0) for unit in units])
+        counts = {} if self.cluster.gpu.is_host else run.counts
+        forward = sum_of([(self.units[kind].host_forward, count) for kind, count in counts.items()])
+        backward = sum_of([(self.units[kind].host_backward, count) for kind, count in counts.items()])
         add(forward, {None: action})
         add(backward, {None: (2 if schedule.splits_backward else 1) * action})
         return forward, backward
 
-    def _any_cut(self) -> Linear:
+    def _any_cut(self, run: Run) -> Linear:
         pp = self.mesh.pp
-        last = len(self.space.graph.units)
-        forward, backward, prepared = self._run(0, last)
-        parameters = self.parameters.of_stage(0, last)
+        parameters = self.parameters.of_stage(0, len(self.space.graph.units))
         accumulation, once = self.parameters.after(parameters)
-        through = sum_of([(forward, 1.0), (backward, 1.0), (accumulation, 1.0)])
-        self._memory_row([((0, last), parameters, 1.0)], pp)
+        through = sum_of([(run.forward, 1.0), (run.backward, 1.0), (accumulation, 1.0)])
+        self._memory_row([(run, parameters, 1.0)], pp)
         # Of a pipeline only the optimizer's share of the fullest stage is certain.
         after = once if pp == 1 else self.parameters.optimizer_share(parameters)
-        return sum_of([(through, self.policy.passes), (after, 1.0), (prepared, 1 / pp)])
+        return sum_of([(through, self.policy.passes), (after, 1.0), (run.once, 1 / pp)])
 
     def _send(self, schedule: Schedule, boundary: int, stage: int) -> Linear:
         """What a message before unit `boundary` takes, behind a pipeline stage; what is handed on takes nothing."""
@@ -240,10 +186,10 @@ class StepModel:
 
     # --- memory ---
 
-    def _memory_row(self, stages: Sequence[tuple[tuple[int, int], StageParameters, float]], devices: int) -> None:
+    def _memory_row(self, stages: Sequence[tuple[Run, StageParameters, float]], devices: int) -> None:
         """What the stages of a rank (or all of them on `devices` devices) need at least.
 
-        `stages`: units, parameters, microbatches in flight.
+        `stages`: their units, parameters, microbatches in flight.
         """
         gpu, mesh, zero = self.cluster.gpu, self.mesh, self.zero
         if zero is None or not self.policy.must_fit:
@@ -252,18 +198,17 @@ class StepModel:
         is_split = zero >= 2 and mesh.state_ranks > 1
         total: Linear = {}
         moving: Linear = {}
-        kinds: set[tuple[int, str]] = set()
-        for (first, last), parameters, count_in_flight in stages:
+        kinds: set[UnitKind] = set()
+        for run, parameters, count_in_flight in stages:
             stored = self.parameters.total(parameters, lambda p: size_of(p) if p.trainable else 0.0, master=True)
             frozen = self.parameters.total(parameters, lambda p: 0.0 if p.trainable else size_of(p), master=True)
             if is_split:
                 add(moving, self._gathered(parameters, stored, zero, devices))
             add(total, stored, held_per_byte)
             add(total, frozen)
-            counts = Counter(map(self._kind, range(max(first, 1), last)))
-            for kind, count in counts.items():
+            for kind, count in run.counts.items():
                 add(moving, self.units[kind].kept_bytes, count_in_flight * count)
-            kinds |= counts.keys()
+            kinds |= run.counts.keys()
         if devices == 1:
             temporaries = [
                 {self.units[kind].temporary: 1.0} for kind in sorted(kinds) if self.units[kind].temporary is not None
@@ -271,7 +216,8 @@ class StepModel:
             add(moving, scaled(self.columns.largest("M", temporaries), MIB))
         add(total, moving, 1 + FRAGMENTATION_FRACTION)
         room = devices * (gpu.hbm_bytes - gpu.overhead_bytes + _BYTES_OF_ROUNDING)
-        self.columns.row(scaled(total, 1 / gpu.hbm_bytes), pulp.LpConstraintLE, room / gpu.hbm_bytes)
+        row = self.columns.row(scaled(total, 1 / gpu.hbm_bytes), pulp.LpConstraintLE, room / gpu.hbm_bytes)
+        self._memory_rows += [row] if row is not None else []
 
     def _gathered(self, parameters: StageParameters, stored: Linear, zero: int, devices: int) -> Linear:
         """What FSDP2 holds whole of a stage: parameters and, while they accumulate, their gradients."""
@@ -299,6 +245,12 @@ class StepModel:
         for n, k in enumerate(chosen):
             add(row, {self.columns.x[n, k]: 1.0})
         self.columns.row(row, pulp.LpConstraintLE, len(chosen) - 1.0)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether no rank's memory is filled by the last answer, so that without limits it would be the same."""
+        fullness = [row.value() for row in self._memory_rows]  # without columns' values pulp has none
+        return all(each is not None and each < -_FILLED for each in fullness)
 
     def solve(
         self, *, as_mip: bool, time_limit_seconds: float | None = None, known_seconds: float = inf

@@ -50,10 +50,14 @@ class MoveUse:
 
 @dataclass(frozen=True)
 class Uses:
-    """A `Costs` that charges nothing and writes down what every option and conversion takes."""
+    """A `Costs` that charges nothing and writes down what every option and conversion takes.
+
+    `free_axes`: those whose messages take nothing.
+    """
 
     space: Space
     prices: Prices
+    free_axes: frozenset[str] = frozenset()
     operations: dict[tuple[int, str, Labels], OperationUse] = field(default_factory=dict, init=False)
     moves: dict[tuple[TensorType, State, State], MoveUse | None] = field(default_factory=dict, init=False)
 
@@ -69,6 +73,8 @@ class Uses:
         rule = rule_of(node.op)
         if rule is not None:
             for axis, label in zip(self.prices.axes, labels, strict=True):
+                if axis.name in self.free_axes:
+                    continue
                 uses = rule.collectives(node, label, axis.name, axis.size, operands, outputs)
                 forward += sum(self.prices.use_seconds(u.axis, u.op, u.num_bytes) for u in uses if u.phase == "forward")
                 backward += sum(
@@ -139,7 +145,8 @@ class Uses:
             axis = next(axis for axis in axes if axis.name == step.axis)
             if axis.is_time:
                 continue
-            ahead, back = self.prices.uses_seconds(step.collectives(axis))
+            is_free = axis.name in self.free_axes
+            ahead, back = (0.0, 0.0) if is_free else self.prices.uses_seconds(step.collectives(axis))
             if axis.name == "tp":
                 back *= least_shown_fraction(self.prices.stack)
             parts = (*self.prices.copies(step), ahead, back)

@@ -79,3 +79,9 @@ class UnitKinds:
                 for boundary in range(value.unit + 1, last_read[value] + 1):
                     found[boundary].append(value)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def sent(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The template and output that make each of the values that cross."""
+        made = {value: (self.templates[value.unit], value.output) for values in self.crossing for value in values}
+        return tuple(tuple(made[value] for value in values) for values in self.crossing)

@@ -1,6 +1,7 @@
 """The program of the whole step beside the sweep: solved where it can matter, and as far."""
 
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 import pulp
@@ -10,13 +11,15 @@ from autopar.cost_models.stacks import load_stack
 from autopar.cost_models.stacks.profile import CHOICES
 from autopar.planner.search.answer import Setting
 from autopar.planner.search.assignment import NoAssignment
-from autopar.planner.search.candidates import Pins
-from autopar.planner.search.exact import joint_problem, model_of
+from autopar.planner.search.candidates import Pins, possible_meshes
+from autopar.planner.search.exact import floor_seconds, joint_problem, model_of
 from autopar.planner.search.policies import shardings_for
 from autopar.planner.search.pricing import Pricer
+from autopar.planner.search.refine import Refiner
 from autopar.planner.search.solver import run_solver
 from autopar.planner.search.step_model import Policy
 from autopar.planner.search.sweep import _Sweep, search
+from autopar.planner.sharding.mesh import Mesh
 from graphs import residual_mlp
 
 SETTING = Setting(
@@ -70,9 +73,9 @@ def test_what_a_plan_takes_of_memory_the_program_leaves_it(changes, zero):
     tight = replace(roomy, cluster=replace(roomy.cluster, gpu=gpu))
     leaves = _Sweep(tight, lambda text: None)._leaves()
     uses = leaves.uses(best.outer)
-    built, alive = joint_problem(leaves, uses)
+    joint = joint_problem(leaves, uses)
     policy = Policy(stages=best.stages, zero=best.zero, schedule=best.schedule, activation_checkpoint="none")
-    bound, _ = model_of(tight, built, uses, alive, policy).solve(as_mip=False)
+    bound, _ = model_of(tight, joint, best.outer, policy).solve(as_mip=False)
     assert bound <= best.cost.step_seconds * (1 + 1e-9)
 
 
@@ -90,3 +93,46 @@ def test_where_memory_is_no_matter_recomputation_is_not_tried(monkeypatch):
     assert set(tried) == {"none"}
     assert len(tried) <= len(shardings_for(SETTING.graph, found.best.mesh, SETTING.pins, SETTING.cluster))
     assert found.best.cost.step_seconds <= 1.01 * search(replace(SETTING, exact=True)).best.cost.step_seconds
+
+
+def refiner() -> Refiner:
+    sweep = _Sweep(replace(SETTING, pins=Pins(mesh={})), lambda text: None)
+    return Refiner(sweep.setting, sweep._leaves())
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2, microbatches=2), Mesh(pp=2, dp=2, microbatches=4)])
+def test_policies_share_a_program_and_do_not_disturb_each_other(mesh):
+    mine = refiner()
+    uses = mine.leaves.uses(mesh)
+    shared = joint_problem(mine.leaves, uses)
+    last = len(SETTING.graph.units)
+    half = last // 2
+    stages = ((0, half), (half, last)) if mesh.pp == 2 else ((0, last),)
+    mixed = tuple("full" if 0 < unit < half else "none" for unit in range(last))
+    for checkpoint, zero in product(("none", "selective", "full", mixed, "none"), (0, 2, 3)):
+        policy = Policy(
+            stages=stages, zero=zero, schedule="1f1b" if mesh.pp == 2 else "none", activation_checkpoint=checkpoint
+        )
+        alone = model_of(mine.setting, joint_problem(mine.leaves, uses), mesh, policy).solve(as_mip=False)[0]
+        assert model_of(mine.setting, shared, mesh, policy).solve(as_mip=False)[0] == pytest.approx(alone, rel=1e-9)
+
+
+def test_one_program_bounds_all_meshes_of_equal_local_sizes_nearly_as_well_as_their_own():
+    """Only messages over dp are left out of it."""
+    mine = refiner()
+    sweep = _Sweep(mine.setting, lambda text: None)
+    every = possible_meshes(sweep.space, sweep.batch, 4, Pins(mesh={}))[0]
+    alike = [mesh for mesh in every if mesh.dp * mesh.microbatches == 8 and mesh.tp == 1 and mesh.microbatches > 1]
+    alike = [mesh for mesh in alike if mesh.dp > 1]
+    assert len(alike) > 1
+    for mesh in alike:
+        own = floor_seconds(mine.setting, joint_problem(mine.leaves, mine.leaves.uses(mesh)), mesh)
+        assert 0.95 * own <= mine._floor(mesh, alike) <= own * (1 + 1e-9)
+
+
+def test_twice_the_blocks_ask_for_no_more_programs():
+    few, many = (
+        search(replace(SETTING, graph=residual_mlp(batch=8, width=16, hidden=32, depth=depth), pins=Pins(mesh={})))
+        for depth in (4, 8)
+    )
+    assert many.solved <= few.solved
