@@ -340,7 +340,7 @@ def comparison(plan: Plan, other: Plan) -> str:
     """Another plan of the same step beside this one, such as one with pins.
 
     Raises:
-        AutoparError: it is a plan of another model, batch or number of GPUs.
+        AutoparError: it is a plan of another model, batch or number of GPUs, or a step of the plan takes no time.
     """
     for name in ("gpus", "batch_size", "fingerprint"):
         if getattr(plan, name) != getattr(other, name):
@@ -349,6 +349,8 @@ def comparison(plan: Plan, other: Plan) -> str:
                 name, "models"
             )
             raise AutoparError(f"the two plans are of different {what}", fix="compare plans of one step")
+    if not plan.step_seconds:
+        raise AutoparError("the plan says that a step takes no time", fix="plan again: it was edited by hand")
     slower = other.step_seconds / plan.step_seconds - 1
     name = decision_line(other)
     if slower >= 0:

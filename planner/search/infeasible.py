@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...cost_models.units import GIB
+from ...cost_models.units import GIB, format_bytes
 from ..blocks import by_pattern
 from ..capture.graph import ModelGraph
 from ..checkpointing import name_of
@@ -12,6 +12,8 @@ from ..errors import InfeasibleError
 from ..zero import highest, zero_text
 from .answer import NothingFits, Setting
 from .nearest_change import Changes
+
+_SHOWN_GIB = 0.05  # less is 0.0 GiB
 
 
 def explain(
@@ -30,11 +32,16 @@ def explain(
     nearest = Changes(setting, nothing, smaller).nearest()
     return InfeasibleError(
         f"no plan fits in memory: needs {needs:.1f} GiB per GPU, have {has:.1f} GiB, "
-        f"short by {needs - has:.1f} GiB ({held})",
+        f"short by {_short(memory['total'] - room)} ({held})",
         where=f"{where} {rank} of the leanest plan found: {mesh}, {least.mesh.microbatches} microbatches, "
         f"zero={zero}, activation checkpointing {name_of(least.activation_checkpoint)}",
         fix=nearest or "no nearby change fits: use a smaller model, or smaller samples",
     )
+
+
+def _short(num_bytes: int) -> str:
+    """In GiB where that says anything."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= _SHOWN_GIB * GIB else format_bytes(num_bytes)
 
 
 __all__ = ["explain"]

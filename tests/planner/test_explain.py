@@ -42,6 +42,8 @@ def test_compares_with_a_plan_of_the_user(example_plan: Plan) -> None:
     assert "50.0% faster; this plan spends more on tp communication +180 ms" in comparison(pinned, plan)
     with pytest.raises(AutoparError, match="different batches: "):
         comparison(plan, replace(plan, batch_size=plan.batch_size * 2))
+    with pytest.raises(AutoparError, match="takes no time"):
+        comparison(replace(plan, step_seconds=0.0), pinned)
 
 
 def test_facts_that_the_user_gave_stay_with_the_plan(example_plan: Plan) -> None:

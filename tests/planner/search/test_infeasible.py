@@ -122,6 +122,15 @@ def test_how_much_is_missing():
     assert needs >= 4 * PARAMETERS_GIB / 2  # parameters, gradients and both moments, over two GPUs
 
 
+def test_little_is_missing():
+    """Where both numbers would be equal in tenths of a GiB."""
+    pins = {"mesh": {"dp": 2}, "zero": 0, "activation_checkpoint": "full", "microbatch_size": 32}
+    with pytest.raises(NothingFits) as nothing:
+        search(setting(0.6, **pins))
+    room = nothing.value.least.cost.memory_bytes - 3 * 2**20
+    assert re.search(r"short by 3(\.0+)? MiB ", str(refused(setting(room / GIB, **pins))))
+
+
 def test_fewer_samples_where_the_batch_cannot_be_cut(monkeypatch):
     """A model whose microbatches would mix."""
     from autopar.planner.search import nearest_change, sweep
