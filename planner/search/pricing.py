@@ -111,6 +111,8 @@ class Pricer:
 
     def _rooms(self, mesh: Mesh) -> tuple[int, ...]:
         """Memory by pipeline rank: of the dp rank with most, for another may take fewer microbatches."""
+        if not self.devices.differ:
+            return self.devices.of(mesh).hbm_bytes
         return tuple(map(max, zip(*(ranks.hbm_bytes for ranks in self.devices.of_dp_ranks(mesh)), strict=True)))
 
     def pipelines(self, mesh: Mesh, zero: Zero = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:

@@ -50,6 +50,8 @@ class Devices:
 
     def of_dp_ranks(self, mesh: Mesh) -> tuple[RankSpeeds, ...]:
         """The same of each dp rank."""
+        if not self.differ:
+            return (self.of(mesh),) * mesh.dp
         each = mesh.stride("dp")
         return tuple(self._worst(range(rank * each, mesh.world_size, mesh.stage_size), each) for rank in range(mesh.dp))
 
@@ -60,6 +62,10 @@ class Devices:
 
     def _worst(self, starts: Sequence[int], size: int) -> RankSpeeds:
         """Of runs of `size` ranks that start there."""
+        if not self.differ:
+            gpu = self.original.gpu
+            count = len(starts)
+            return RankSpeeds(slowdown=(max(self.ratios[gpu.name], 1.0),) * count, hbm_bytes=(gpu.hbm_bytes,) * count)
         slowdown, hbm_bytes = [], []
         for first in starts:
             gpus = _gpus(self.original, first, first + size)
