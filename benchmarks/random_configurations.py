@@ -77,9 +77,7 @@ def drawn(meshes: Sequence[Mesh], pieces: int, seed: int) -> Iterator[Configurat
             (name, stages)
             for name in schedule_names()
             for stages in get_schedule(name).stages_per_rank
-            if stages * mesh.pp <= pieces
-            and not get_schedule(name).refuse(mesh.pp, stages, mesh.microbatches)
-            and not get_schedule(name).refuse_policies(zero, checkpoint)
+            if stages * mesh.pp <= pieces and not get_schedule(name).refuse(mesh.pp, stages, mesh.microbatches)
         ]
         if pipelines:
             schedule, stages = rng.choice(pipelines)

@@ -38,6 +38,7 @@ MODELS: Mapping[str, tuple[int, Mapping[str, object]]] = {
     "matrix_factorization": (64, {}),
     "logistic_regression": (64, {}),
 }
+_SPLIT: Mapping[str, Any] = {"schedule": "zero-bubble", "stages_per_rank": 1, "microbatch_size": 2}
 # strategy -> (mesh, other pins)
 STRATEGIES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
     "one rank": ({"dp": 1, "tp": 1, "pp": 1}, {}),
@@ -47,6 +48,13 @@ STRATEGIES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
     "tp2": ({"dp": 1, "tp": 2, "pp": 1}, {}),
     "tp4, checkpointed": ({"dp": 1, "tp": 4, "pp": 1}, {"activation_checkpoint": "full"}),
     "pp2": ({"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
+    "pp2, I and W": ({"dp": 1, "tp": 1, "pp": 2}, _SPLIT),
+    "pp2, I W, full": ({"dp": 1, "tp": 1, "pp": 2}, {**_SPLIT, "activation_checkpoint": "full"}),
+    "pp2, I W, selective": ({"dp": 1, "tp": 1, "pp": 2}, {**_SPLIT, "activation_checkpoint": "selective"}),
+    "pp2 dp2, I W, ZeRO-3": (
+        {"dp": 2, "tp": 1, "pp": 2},
+        {**_SPLIT, "activation_checkpoint": "full", "zero": 3},
+    ),
     "dp2 tp2": ({"dp": 2, "tp": 2, "pp": 1}, {}),
 }
 

@@ -122,19 +122,13 @@ def covering(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def policies(batch_size: int) -> Iterator[tuple[dict[str, int], Pins]]:
-    """Meshes of 8 ranks with the policies that are pinned on them: those that a schedule does not refuse."""
+    """Meshes of 8 ranks with the policies that are pinned on them."""
     from autopar.planner.checkpointing import POLICIES
     from autopar.planner.schedules import get_schedule, schedule_names
 
     schedules = schedule_names()
-    every = [
-        choice
-        for choice in product(range(len(ZERO)), range(len(schedules)), range(len(POLICIES)))
-        if not get_schedule(schedules[choice[1]]).refuse_policies(
-            int(str(ZERO[choice[0]]["zero"])), POLICIES[choice[2]]
-        )
-    ]
-    for zero, schedule, checkpoint in covering(every):
+    every = product(range(len(ZERO)), range(len(schedules)), range(len(POLICIES)))
+    for zero, schedule, checkpoint in covering(list(every)):
         pp = 1 if schedules[schedule] == "none" else 2
         dp = 4 if pp == 1 or "zero_shard_size" in ZERO[zero] else 2
         order = get_schedule(schedules[schedule])

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ...cost_models.errors import AutoparError
 from ...planner.capture.graph import ModelGraph
 from ...planner.plan import Plan
-from ...planner.schedules import in_flight
+from ...planner.schedules import Alive, kept_at_once
 from .rank import imported, share
 from .ranks import run_ranks
 from .reference import Reference, run_reference
@@ -48,12 +49,14 @@ class SavedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """Bytes on one rank: kept by one microbatch's forward, and held as parts of tensors after a step of AdamW.
+    """Bytes on one rank: kept by one microbatch's forward, `remade` with what its backward has made again and keeps for
+    its second part (W), and held as parts of tensors after a step of AdamW.
 
     `saved_tensors` describes what was kept, "float32 (4, 64)" -> bytes, for people. `optimizer` counts the two moments.
     """
 
     saved: int
+    remade: int
     parameters: int
     gradients: int
     optimizer: int
@@ -62,8 +65,8 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Predicted and counted bytes of one stage on its fullest rank, by component: "activations" (of one microbatch),
-    "parameters", "gradients", "optimizer"."""
+    """Predicted and counted bytes of one stage on its fullest rank, by component: "activations" (of one microbatch; the
+    mean where some are between the two parts of their backward), "parameters", "gradients", "optimizer"."""
 
     stage: int
     predicted: Mapping[str, int]
@@ -90,7 +93,13 @@ def compare_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_secon
     found = []
     for index, stage in enumerate(plan.stages):
         mine = measured[index * ranks : (index + 1) * ranks]
-        kept = in_flight(plan.schedule, len(plan.stages), max(plan.batch_shares, default=plan.microbatches))[index]
+        states = kept_at_once(plan.schedule, len(plan.stages), max(plan.batch_shares, default=plan.microbatches))
+        alive = [each for (each,) in states[index]]
+        kept = alive[0].total
+
+        def activations(rank: RankBytes, alive: list[Alive] = alive) -> int:
+            return max(each.untouched * rank.saved + each.halfway * rank.remade for each in alive)
+
         states = ("parameters", "gradients", "optimizer")
         found.append(
             StageBytes(
@@ -100,7 +109,7 @@ def compare_bytes(plan: Plan, package: Path, graph: ModelGraph, *, timeout_secon
                     **{name: stage.memory_bytes[name] for name in states},
                 },
                 counted={
-                    "activations": max(rank.saved for rank in mine),
+                    "activations": round(max(map(activations, mine)) / kept),
                     **{name: max(getattr(rank, name) for rank in mine) for name in states},
                 },
             )
@@ -153,17 +162,19 @@ def _measure(job: SavedJob) -> RankBytes:
     try:
         with imported(Path(job.package)) as emitted:
             mesh = emitted.build_mesh("cpu")
-            stage = emitted.build_stage(mesh, torch.device("cpu"))
+            built = emitted.build_stage(mesh, torch.device("cpu"))
+            stage = built[0] if isinstance(built, nn.ModuleList) else built
             stage.train()
             emitted.load_full_state_dict(stage, wanted.state)
             recorder = SavedRecorder(stage, emitted)
-            emitted.train_step(stage, mesh, share(wanted.inputs, job.batch_dims, mesh, job.shares), 0)
+            emitted.train_step(built, mesh, share(wanted.inputs, job.batch_dims, mesh, job.shares), 0)
             trained = [parameter for parameter in stage.parameters() if parameter.grad is not None]
             optimizer = torch.optim.AdamW([{"params": trained}])
             optimizer.step()
             moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
             return RankBytes(
                 saved=max(recorder.num_bytes, default=0),
+                remade=max(recorder.num_remade_bytes, default=0),
                 parameters=sum(map(_held_bytes, stage.parameters())),
                 gradients=sum(_part_bytes(parameter.grad) for parameter in trained),
                 optimizer=sum(map(_part_bytes, moments)),
@@ -189,11 +200,13 @@ def _part_bytes(tensor: Any) -> int:
 class SavedRecorder:
     """Records every forward of a stage: `num_bytes` by microbatch in order, `largest` the tensors of the largest.
 
-    `emitted` is the module of the stage, whose selective checkpointing keeps results where no hook sees them.
+    `emitted` is the module of the stage, whose selective checkpointing keeps results where no hook sees them, and whose
+    `recomputed_once` keeps what it makes again.
     """
 
     def __init__(self, stage: nn.Module, emitted: Any = None) -> None:
         self.num_bytes: list[int] = []
+        self._microbatches: list[_Microbatch] = []
         self.largest: list[tuple[str, int]] = []
         self._stage = stage
         self._forward = stage.forward
@@ -202,6 +215,48 @@ class SavedRecorder:
         if hasattr(emitted, "create_selective_checkpoint_contexts"):
             self._make_contexts = emitted.create_selective_checkpoint_contexts
             emitted.create_selective_checkpoint_contexts = self._recorded_contexts
+        self._is_input = False
+        if hasattr(emitted, "recomputed_once"):
+            functions = emitted.recomputed_once.__globals__
+            functions["_Saved"] = self._recorded_places(functions["_Saved"])
+            functions["_Inputs"] = SimpleNamespace(apply=self._recorded_inputs(functions["_Inputs"].apply))
+
+    @property
+    def num_remade_bytes(self) -> list[int]:
+        """By microbatch in order, when all has been made again, which what it was made from does not outlive."""
+        return [sum(map(_storage_bytes, each.remade.values())) for each in self._microbatches]
+
+    def _recorded_inputs(self, keep: Any) -> Any:
+        def kept(*tensors: torch.Tensor) -> torch.Tensor:
+            self._is_input = True
+            leaf = keep(*tensors)
+            self._is_input = False
+            return leaf
+
+        return kept
+
+    def _recorded_places(self, place: Any) -> Any:
+        recorder = self
+
+        class Place(place):
+            def __init__(self) -> None:
+                super().__init__()
+                self.microbatch = recorder._microbatches[-1]
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, value)
+                if name == "tensor":
+                    recorder._note(self.microbatch, value)
+
+        return Place
+
+    def _note(self, microbatch: _Microbatch, tensor: torch.Tensor) -> None:
+        key = _storage_of(tensor)
+        # FSDP changes parameters from split to whole and back while the forward runs.
+        if key not in microbatch.given and key not in _storages(self._stage.parameters()):
+            microbatch.kept.setdefault(key, tensor)
+            if not self._is_input:
+                microbatch.remade.setdefault(key, tensor)
 
     def _recorded_contexts(self, kernels: Any) -> Any:
         contexts = self._make_contexts(kernels)
@@ -209,22 +264,19 @@ class SavedRecorder:
         return contexts
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        kept: dict[int, torch.Tensor] = {}
-        ours = _storages(self._given())
+        microbatch = _Microbatch(given=_storages(self._given()))
+        self._microbatches.append(microbatch)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            key = _storage_of(tensor)
-            # FSDP changes parameters from split to whole and back while the forward runs.
-            if key not in kept and key not in ours and key not in _storages(self._stage.parameters()):
-                kept[key] = tensor
+            self._note(microbatch, tensor)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._contexts.clear()
             result = self._forward(*args, **kwargs)
         for tensor in (tensor for context in self._contexts for tensor in _kept_results(context)):
-            kept.setdefault(_storage_of(tensor), tensor)
-        sizes = [(_described(tensor), _local(tensor).untyped_storage().nbytes()) for tensor in kept.values()]
+            microbatch.kept.setdefault(_storage_of(tensor), tensor)
+        sizes = [(_described(tensor), _storage_bytes(tensor)) for tensor in microbatch.kept.values()]
         self.num_bytes.append(sum(size for _, size in sizes))
         if self.num_bytes[-1] == max(self.num_bytes):
             self.largest = sizes
@@ -234,6 +286,20 @@ class SavedRecorder:
         """What microbatches are made of, and buffers."""
         values = [value for values in self._stage.microbatches for value in values.values()]  # pyright: ignore
         return [*values, *self._stage.buffers()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Microbatch:
+    """One tensor of each storage that is kept, by `_storage_of`: from the forward on, and when all has been made again.
+    `given`: storages that do not count."""
+
+    given: set[int]
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    remade: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage().nbytes()
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

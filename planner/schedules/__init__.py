@@ -1,8 +1,10 @@
 """Pipeline schedules: one file each, found by walking this folder."""
 
 from .registry import (
+    Alive,
     Schedule,
     action_table,
+    alive_at_most,
     get_schedule,
     in_flight,
     kept_at_once,
@@ -13,6 +15,6 @@ from .registry import (
 )
 
 __all__ = [
-    "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "least_passes", "possible_counts",
-    "schedule_names", "stages_by_rank",
+    "Alive", "Schedule", "action_table", "alive_at_most", "get_schedule", "in_flight", "kept_at_once", "least_passes",
+    "possible_counts", "schedule_names", "stages_by_rank",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...cost_models.errors import AutoparError
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, Action, ActionTable
@@ -18,6 +18,18 @@ from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, Action, ActionTable
 _WARM_ROUNDS = 4
 
 Actions = tuple[tuple[Action, ...], ...]
+
+
+class Alive(NamedTuple):
+    """Microbatches whose activations a stage keeps: those that wait for a backward, and those that wait for the second
+    part of theirs (W) after the first (I)."""
+
+    untouched: int
+    halfway: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.untouched + self.halfway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +60,6 @@ class Schedule:
     splits_backward: bool = False
     in_flight: Callable[[int, int, int], int] | None = None
     least_passes: Callable[[int, int], float] | None = None
-
-    def refuse_policies(self, zero: int, activation_checkpoint: str) -> str:
-        """Why the schedule does not run with this ZeRO stage and activation checkpointing, "" if it does."""
-        if self.splits_backward and activation_checkpoint != "none":
-            return f"it would run a block again for each of its weights under checkpointing {activation_checkpoint}"
-        if self.splits_backward and zero == 3:
-            # Verified with torch 2.13: `stage_backward_weight` matches the weights of the forward with the parameters
-            # that the module has now, and a forward between them has put shards in their place: gradients are lost.
-            return "PyTorch does not find a stage's weights again once ZeRO-3 has resharded them"
-        return ""
 
     @property
     def is_multi_stage(self) -> bool:
@@ -144,45 +146,56 @@ def possible_counts(name: str, ranks: int, stages_per_rank: int = 1) -> tuple[in
 
 def kept_at_once(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By rank: how many microbatches its stages, in the order of the model, keep activations of at the same time.
+) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    """By rank: of how many microbatches its stages, in the order of the model, keep activations at the same time.
 
-    All combinations of which no other has as many on every stage; the one with most in all comes first.
+    All combinations of which no other has as many on every stage, nor as many of them halfway; the one with most in all
+    comes first. A first stage has none halfway: PyTorch leaves its whole backward to W.
     """
     schedule = get_schedule(name)
     if schedule.in_flight is not None and stages_per_rank == 1:
-        return tuple(((schedule.in_flight(rank, ranks, microbatches),),) for rank in range(ranks))
+        return tuple(((Alive(schedule.in_flight(rank, ranks, microbatches)),),) for rank in range(ranks))
     return _kept_at_once(name, ranks, min(microbatches, _WARM_ROUNDS * ranks), stages_per_rank)
 
 
 @cache
 def _kept_at_once(
     name: str, ranks: int, microbatches: int, stages_per_rank: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
     placed = stages_by_rank(name, ranks, ranks * stages_per_rank)
     actions = _actions(name, ranks, microbatches, stages_per_rank)
     return tuple(_fullest(of_rank, mine) for mine, of_rank in zip(placed, actions, strict=True))
 
 
-def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    alive = dict.fromkeys(stages, 0)
-    seen: dict[tuple[int, ...], None] = {}
+def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tuple[Alive, ...], ...]:
+    alive = dict.fromkeys(stages, Alive(0))
+    seen: dict[tuple[Alive, ...], None] = {}
     grows = False
     for action in actions:
-        if action.kind == FORWARD:
-            alive[action.stage] += 1
+        untouched, halfway = alive[action.stage]
+        if action.kind == INPUT_GRADIENT and not action.stage:
+            continue
+        if action.kind in (FORWARD, INPUT_GRADIENT):
+            is_forward = action.kind == FORWARD
+            alive[action.stage] = Alive(untouched + 1, halfway) if is_forward else Alive(untouched - 1, halfway + 1)
             grows = True
-        elif action.kind != INPUT_GRADIENT:  # what the weights' gradients need is kept until they are there
-            if grows:
-                seen[tuple(alive.values())] = None
-            alive[action.stage] -= 1
-            grows = False
-    fullest = [
-        one
-        for one in seen
-        if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in seen)
-    ]
-    return tuple(sorted(fullest, key=lambda one: (-sum(one), one)))
+            continue
+        if grows:
+            seen[tuple(alive.values())] = None
+        alive[action.stage] = Alive(untouched, halfway - 1) if halfway else Alive(untouched - 1)
+        grows = False
+    fullest = [one for one in seen if not any(other != one and _holds(other, one) for other in seen)]
+    return tuple(sorted(fullest, key=_most_first))
+
+
+def _most_first(one: tuple[Alive, ...]) -> tuple[object, ...]:
+    totals = [each.total for each in one]
+    return -sum(totals), totals, one
+
+
+def _holds(full: tuple[Alive, ...], other: tuple[Alive, ...]) -> bool:
+    """Whether every stage keeps as much in `full`: what is halfway takes no less than what is untouched."""
+    return all(a.total >= b.total and a.halfway >= b.halfway for a, b in zip(full, other, strict=True))
 
 
 def least_passes(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
@@ -193,9 +206,9 @@ def least_passes(name: str, ranks: int, microbatches: int, stages_per_rank: int 
 
 
 @cache
-def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+def alive_at_most(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[Alive, ...]:
     """By stage: the microbatches whose activations are alive when its rank keeps most of them."""
-    found = [0] * (ranks * stages_per_rank)
+    found = [Alive(0)] * (ranks * stages_per_rank)
     placed = stages_by_rank(name, ranks, len(found))
     for mine, fullest in zip(placed, kept_at_once(name, ranks, microbatches, stages_per_rank), strict=True):
         for stage, count in zip(mine, fullest[0], strict=True):
@@ -203,7 +216,14 @@ def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
     return tuple(found)
 
 
+@cache
+def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+    """How many that are, by stage."""
+    return tuple(alive.total for alive in alive_at_most(name, ranks, microbatches, stages_per_rank))
+
+
 __all__ = [
-    "Actions", "Schedule", "action_table", "get_schedule", "in_flight", "kept_at_once", "least_passes",
+    "Actions", "Alive", "Schedule", "action_table", "alive_at_most", "get_schedule", "in_flight", "kept_at_once",
+    "least_passes",
     "possible_counts", "schedule_names", "stages_by_rank",
 ]  # fmt: skip

@@ -56,7 +56,7 @@ class Comparisons:
             name = "ZeRO-3 only" if zero else "naive model parallel"
             checkpoint = checkpoints_for(self.setting.graph, pins)[0]
             evaluator = self.pricer.evaluator(mesh, placements)
-            for pipeline in self.pricer.pipelines(mesh, zero, checkpoint)[:1]:
+            for pipeline in self.pricer.pipelines(mesh, zero)[:1]:
                 each = self.pricer.candidate(evaluator, pipeline, zero, checkpoint)
                 if each is not None:
                     yield name, self.pricer.simulated(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..checkpointing import Checkpointing
-from ..schedules import get_schedule, in_flight
+from ..schedules import alive_at_most, get_schedule
 from ..zero import Zero
 from .assignment import NoAssignment
 from .evaluate import Evaluator
@@ -51,13 +51,16 @@ class Cuts:
         last = self.num_units
         units = evaluator.costs.by_unit(checkpoint)
         gpu, speeds = self.devices.cluster.gpu, self.devices.of(mesh)
+        alive = alive_at_most(schedule, mesh.pp, mesh.microbatches, per_rank)
         rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
         cutting = Cutting(
             seconds=units.seconds,
             held_bytes=evaluator.costs.states(zero),
             kept_bytes=units.kept_bytes,
             cut_seconds=evaluator.costs.cut_seconds,
-            in_flight=in_flight(schedule, mesh.pp, mesh.microbatches, per_rank),
+            in_flight=tuple(each.total for each in alive),
+            halfway=tuple(each.halfway for each in alive),
+            remade_bytes=units.remade_bytes,
             rank_of=rank_of,
             microbatches=mesh.microbatches,
             room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - units.working_bytes),

@@ -15,12 +15,13 @@ from math import inf
 from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, schedule_seconds
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
-from ..schedules import Schedule, action_table, get_schedule, kept_at_once, possible_counts, stages_by_rank
+from ..schedules import Alive, Schedule, action_table, get_schedule, kept_at_once, possible_counts, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
 from ..sharding.shares import why_even, why_even_under
-from ..zero import Zero, highest
+from ..zero import FREED, Zero, highest
 from .dp_ranks import Course, DpRanks, PipelineRank, with_memory
+from .fsdp_collectives import gathers_waited_for
 from .pipeline_buffers import buffered, microbatches_kept
 from .prices import Prices, edge_of, slowest_of_nodes
 from .rank_speeds import RankSpeeds
@@ -241,7 +242,14 @@ class Evaluator:
     def _ranks(self, work: _Work, pace: tuple[float, ...], microbatches: int) -> list[PipelineRank]:
         """Every pipeline rank; those with equal stages and messages are one object. `pace`: as `slowdown`."""
         ranks, stages, order, zero = self.mesh.pp, work.stages, work.order, work.zero
-        priced = [self.costs.priced(first, last, zero, work.activation_checkpoint) for first, last in stages]
+        waited = [0] * len(stages)
+        if highest(zero) == FREED and self.mesh.state_ranks > 1:
+            shape = order.name, ranks, microbatches, len(stages) // ranks
+            waited = [gathers_waited_for(*shape, stage) for stage in range(len(stages))]
+        priced = [
+            self.costs.priced(*stage, zero, work.activation_checkpoint, times)
+            for stage, times in zip(stages, waited, strict=True)
+        ]
         sends = [self._stage_send_seconds(order, s, stages) for s in range(len(stages))]
         kept = kept_at_once(order.name, ranks, microbatches, len(stages) // ranks)
         known: dict[object, PipelineRank] = {}
@@ -262,7 +270,7 @@ class Evaluator:
         self,
         of_stage: tuple[tuple[PricedStage, float, bool], ...],
         slowdown: float,
-        kept: Sequence[Sequence[int]],
+        kept: Sequence[Sequence[Alive]],
         order: Schedule,
         zero: int,
         *,
@@ -271,11 +279,14 @@ class Evaluator:
         memory = self.costs.memory
         priced = [stage for stage, _, _ in of_stage]
 
-        def saved(counts: Sequence[int]) -> int:
-            return sum(n * stage.saved_bytes for n, stage in zip(counts, priced, strict=True))
+        def saved(counts: Sequence[Alive]) -> int:
+            return sum(stage.activation_bytes(alive) for alive, stage in zip(counts, priced, strict=True))
 
         counts = max(kept, key=saved)
-        parts = [memory.with_saved(stage.still, stage.saved_bytes, n) for n, stage in zip(counts, priced, strict=True)]
+        parts = [
+            memory.with_saved(stage.still, stage.activation_bytes(alive))
+            for alive, stage in zip(counts, priced, strict=True)
+        ]
         together = memory.of_rank(parts, zero)
         costs: list[StageCost] = []
         for (stage, send_seconds, is_first), part in zip(of_stage, parts, strict=True):

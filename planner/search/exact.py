@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..checkpointing import MIXED, Checkpointing
+from ..checkpointing import Checkpointing
 from ..sharding.mesh import MICROBATCH, Mesh
 from ..zero import Zero
 from .assignment import NoAssignment, Stopped
@@ -148,15 +148,14 @@ class ExactSearch:
     def _cuts(self, mesh: Mesh, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
         last = len(self.setting.graph.units)
         assert policy.zero is not None
-        pins, checkpoint = self.setting.pins, policy.activation_checkpoint
-        for schedule, per_rank in pipelines_for(mesh, pins, last - 1, policy.zero, checkpoint):
+        for schedule, per_rank in pipelines_for(mesh, self.setting.pins, last - 1, policy.zero):
             for stages in every_cut(last, mesh.pp * per_rank):
                 yield bound, replace(policy, schedule=schedule, stages=stages)
 
     def _mixes(self, mesh: Mesh, policy: Policy, bound: float) -> Iterator[tuple[float, Policy]]:
         """Every cut and schedule with blocks under several policies."""
         graph = self.setting.graph
-        for schedule, per_rank in pipelines_for(mesh, self.setting.pins, len(graph.units) - 1, policy.zero or 0, MIXED):
+        for schedule, per_rank in pipelines_for(mesh, self.setting.pins, len(graph.units) - 1, policy.zero or 0):
             for stages in every_cut(len(graph.units), mesh.pp * per_rank):
                 for mix in every_mix(graph, stages):
                     yield bound, replace(policy, schedule=schedule, stages=stages, activation_checkpoint=mix)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import inf
 
 from ..checkpointing import Checkpointing
-from ..schedules import get_schedule, in_flight, stages_by_rank
+from ..schedules import alive_at_most, get_schedule, stages_by_rank
 from ..zero import Zero, highest
 from .evaluate import Evaluator
 from .least_recompute import least_recomputed
@@ -42,7 +42,7 @@ def fitting_seconds(
     units = evaluator.costs.recomputed(highest(zero), tuple(policies))
     least = least_recomputed(
         units,
-        in_flight=in_flight(name, mesh.pp, mesh.microbatches, per_rank),
+        alive=alive_at_most(name, mesh.pp, mesh.microbatches, per_rank),
         by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
         room_bytes=[size - overhead for size in room_bytes],
     )
@@ -98,7 +98,7 @@ def floor_bytes(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute:
     mesh, (name, per_rank) = evaluator.mesh, pipeline
     least = least_fullest(
         evaluator.costs.least_units(highest(zero), recompute),
-        in_flight=in_flight(name, mesh.pp, mesh.microbatches, per_rank),
+        alive=alive_at_most(name, mesh.pp, mesh.microbatches, per_rank),
         by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
     )
     return least + evaluator.prices.cluster.gpu.overhead_bytes

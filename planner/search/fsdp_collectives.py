@@ -12,8 +12,10 @@ What was measured with PyTorch 2.13, and is relied on:
 - The root, what lies outside the blocks, is not resharded after a forward where there are blocks: gathered once a step.
 - A recomputation under FSDP gathers nothing more: the hook before the backward has already gathered.
 - Schedules of lists of stages (`Schedule.is_multi_stage`) also gather a stage whole before its first action, as one of
-  the next three that the rank works on, and reshard it when it is none of them. A gradient of weights alone (W) runs no
-  hooks and gathers nothing; the first stage does its whole backward in W.
+  the next three that the rank works on, and reshard it when it is none of them.
+- A split backward looks for gradients of the parameters that the stage holds when its parts begin. So the emitted code
+  has them whole before I and W, as nothing of W alone would: a forward between the two is followed by another gather.
+  The first stage does its whole backward in W.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from functools import cache
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from ..schedules import action_table, get_schedule
 from ..sharding.mesh import Mesh
+from ..zero import FREED
 from .held_parameters import HeldParameter, padded_bytes
 
 _STAGES_AHEAD = 3  # default of torch.distributed.pipelining.schedules._add_unshard_reshard
@@ -72,36 +75,46 @@ def gathers_a_step(
     order = get_schedule(schedule)
     if not order.is_multi_stage:
         return (1 if zero == 2 else microbatches + 1), 1
-    rank = order.rank_of(stage, ranks)
-    actions = action_table(schedule, ranks, microbatches, stages_per_rank).by_rank[rank]
-    return _gathers(actions, stage, reshards=zero == 3), _gathers(actions, stage, reshards=False)
+    actions = action_table(schedule, ranks, microbatches, stages_per_rank).by_rank[order.rank_of(stage, ranks)]
+    of_block, of_root = (_gathers(actions, stage, reshards=each) for each in (zero == FREED, False))
+    return of_block.total(), of_root.total()
 
 
-def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> int:
-    """`reshards`: whether a forward ends with a reshard."""
-    count, is_active, is_whole = 0, False, False
+@cache
+def gathers_waited_for(schedule: str, ranks: int, microbatches: int, stages_per_rank: int, stage: int) -> int:
+    """How many gathers of a block that is freed the stage waits for before it computes: those ahead of I and of W."""
+    order = get_schedule(schedule)
+    if not order.splits_backward or not stage:
+        return 0
+    actions = action_table(schedule, ranks, microbatches, stages_per_rank).by_rank[order.rank_of(stage, ranks)]
+    found = _gathers(actions, stage, reshards=True)
+    return found[INPUT_GRADIENT] + found[WEIGHT_GRADIENT]
 
-    def gather() -> None:
-        nonlocal count, is_whole
-        count, is_whole = count + (not is_whole), True
+
+def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> Counter[str]:
+    """By the kind of the action that gathers, "" ahead of any. `reshards`: whether a forward ends with a reshard."""
+    found: Counter[str] = Counter()
+    is_active = is_whole = False
+
+    def gather(kind: str) -> None:
+        nonlocal is_whole
+        found[kind] += not is_whole
+        is_whole = True
 
     for position, action in enumerate(actions):
         is_next = stage in _next_stages(actions, position)
         if is_next and not is_active:
-            gather()
+            gather("")
         elif is_active and not is_next:
             is_whole = False
         is_active = is_next
         if action.stage != stage:
             continue
-        has_hooks = action.kind not in (INPUT_GRADIENT, WEIGHT_GRADIENT) or (
-            action.kind == (INPUT_GRADIENT if stage else WEIGHT_GRADIENT)
-        )
-        if has_hooks:
-            gather()
+        if action.kind != INPUT_GRADIENT or stage:
+            gather(action.kind)
         if action.kind == FORWARD and reshards:
             is_whole = False
-    return count
+    return found
 
 
 def _next_stages(actions: Sequence[Action], position: int) -> list[int]:
@@ -114,4 +127,4 @@ def _next_stages(actions: Sequence[Action], position: int) -> list[int]:
     return found
 
 
-__all__ = ["fsdp_collectives", "gathers_a_step", "zero1_collectives"]
+__all__ = ["fsdp_collectives", "gathers_a_step", "gathers_waited_for", "zero1_collectives"]

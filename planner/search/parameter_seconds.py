@@ -47,15 +47,15 @@ class ParameterSeconds:
             return num_bytes * max(1, ITEM_BYTES["float32"] // ITEM_BYTES[dtype])
         return num_bytes
 
-    def data_parallel(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
-        """Exposed seconds a step, over dp and cp together. `forward` and `backward`: compute of one
-        microbatch, behind which FSDP hides."""
+    def data_parallel(self, held: Holdings, zero: int, forward: float, backward: float, waited: int = 0) -> float:
+        """Exposed seconds a step, over dp and cp together. `forward` and `backward`: compute of one microbatch, behind
+        which FSDP hides; but for `waited` gathers of what ZeRO-3 frees, which nothing hides."""
         if self.mesh.state_ranks == 1:
             return 0.0
         if zero <= 1:
             seconds = self._exchange(held) if zero else self._all_reduce(held)
             return self._hidden(seconds, backward) + self._buffer_copies(held, zero)
-        return self._fsdp(held, zero, forward, backward)
+        return self._fsdp(held, zero, forward, backward, waited)
 
     def _all_reduce(self, held: Holdings) -> float:
         """One bucket of all gradients of a dtype."""
@@ -93,7 +93,7 @@ class ParameterSeconds:
             return self._exposed(backward, seconds)
         return seconds
 
-    def _fsdp(self, held: Holdings, zero: int, forward: float, backward: float) -> float:
+    def _fsdp(self, held: Holdings, zero: int, forward: float, backward: float, waited: int) -> float:
         stack, times = self.prices.stack, self.mesh.microbatches
         shards = self.mesh.shards
         price = self.prices.use_seconds
@@ -116,13 +116,14 @@ class ParameterSeconds:
             sizes = held.kept_group_bytes(shards)
             kept = sum(price("dp_shard", "all_gather", gathered_bytes(size, stack)) * n for size, n in sizes)
         freed = blocks - kept
-        ahead = kept + times * freed + (times if gathers_each and not is_kept else 1) * root
+        ahead = kept + (times - waited) * freed + (times if gathers_each and not is_kept else 1) * root
         back = (times if is_sharded else 1) * scatter + (times if gathers_each else 1) * freed
         # Nothing computes while the first group is gathered and the last reduced.
         largest = (max((seconds for seconds, _ in each), default=0.0) for each in ((*gathers, (root, 1)), scatters))
         hides_back = stack.fsdp_overlap == "always" or self.mesh.tp == 1
         exposed_back = self._exposed(backward * (times if gathers_each else 1), back) if hides_back else back
-        return max(sum(largest), self._exposed(forward * (1 if is_kept else times), ahead) + exposed_back)
+        exposed = self._exposed(forward * (1 if is_kept else times), ahead) + exposed_back + waited * freed
+        return max(sum(largest), exposed)
 
     def _exposed(self, compute: float, communication: float) -> float:
         """What communication beside compute adds to it."""

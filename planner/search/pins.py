@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...cost_models.errors import AutoparError
-from ..checkpointing import MIXED, POLICIES, parse_checkpoints
+from ..checkpointing import POLICIES, parse_checkpoints
 from ..schedules import get_schedule
 from ..sharding.mesh import AXES
 from ..sharding.shares import why_even_under
@@ -44,16 +44,8 @@ class Pins:
         checkpoint = self.activation_checkpoint or "none"
         if checkpoint not in POLICIES:
             parse_checkpoints(checkpoint, where=f"--activation-checkpoint {checkpoint}")
-            checkpoint = MIXED
         if self.schedule is not None:
-            schedule = get_schedule(self.schedule)
-            zero = FREED if isinstance(self.zero, str) else self.zero or 0
-            for name, each, policy in (("zero", zero, "none"), ("activation-checkpoint", 0, checkpoint)):
-                if reason := schedule.refuse_policies(each, policy):
-                    value = self.zero if name == "zero" else self.activation_checkpoint
-                    raise AutoparError(
-                        f"schedule {self.schedule} and {name} {value} clash: {reason}", fix="leave one of the two free"
-                    )
+            get_schedule(self.schedule)
         if self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise AutoparError(f"{self.stages_per_rank} stages per rank are none", fix="give a positive number")
         if self.zero_shard_size is not None and self.zero in (0, 1):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...cost_models.stacks import Stack
 from ..capture.graph import ITEM_BYTES
+from ..schedules import Alive
 from ..sharding.program import Compute, ModelProgram
 from .stage_costs import PricedStage
 
@@ -14,8 +15,8 @@ _LOSS = "aten.cross_entropy_loss.default"
 
 
 def microbatches_kept(
-    scheduled: tuple[tuple[int, ...], ...], mine: Sequence[int], stack: Stack, num_stages: int
-) -> tuple[tuple[int, ...], ...]:
+    scheduled: tuple[tuple[Alive, ...], ...], mine: Sequence[int], stack: Stack, num_stages: int
+) -> tuple[tuple[Alive, ...], ...]:
     """Of how many microbatches the stages of a rank, `mine`, hold what autograd keeps; `scheduled` as `kept_at_once`.
 
     Source: github.com/Oneflow-Inc/oneflow, job_rewriter/pipeline_buffer_pass.cpp: between forward and backward of every
@@ -23,7 +24,7 @@ def microbatches_kept(
     """
     if stack.pipeline_buffers != "two a stage":
         return scheduled
-    room = 2 * num_stages + 1
+    room = Alive(2 * num_stages + 1)
     return tuple(
         tuple(room if s + 1 < num_stages else n for n, s in zip(counts, mine, strict=True)) for counts in scheduled
     )

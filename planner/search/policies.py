@@ -6,7 +6,7 @@ from math import gcd, inf
 
 from ...cost_models.hardware import Cluster
 from ..capture.graph import Kind, ModelGraph
-from ..checkpointing import POLICIES, Checkpointing, by_unit, name_of, parse_checkpoints
+from ..checkpointing import POLICIES, Checkpointing, by_unit, parse_checkpoints
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import Mesh
 from ..sharding.shares import why_even_under
@@ -22,9 +22,7 @@ def num_cuttable(graph: ModelGraph) -> int:
     return len(graph.units) - 1
 
 
-def pipelines_for(
-    mesh: Mesh, pins: Pins, pieces: int, zero: Zero = 0, checkpoint: Checkpointing = "none"
-) -> list[Pipeline]:
+def pipelines_for(mesh: Mesh, pins: Pins, pieces: int, zero: Zero = 0) -> list[Pipeline]:
     """The pipelines that can run a model of so many pieces: fewer stages first, then fewer activations where known."""
     found: list[Pipeline] = []
     pinned = pinned_shares(pins.batch_shares, mesh.dp * mesh.microbatches) if pins.batch_shares else None
@@ -32,8 +30,6 @@ def pipelines_for(
     for name in schedule_names() if pins.schedule is None else (pins.schedule,):
         schedule = get_schedule(name)
         if pins.schedule is None and mesh.microbatches < schedule.searched_from:
-            continue
-        if schedule.refuse_policies(highest(zero), name_of(checkpoint)):
             continue
         for stages in schedule.stages_per_rank if pins.stages_per_rank is None else (pins.stages_per_rank,):
             if stages * mesh.pp > pieces or any(schedule.refuse(mesh.pp, stages, count) for count in counts):

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..checkpointing import MIXED, Checkpointing
+from ..checkpointing import Checkpointing
 from ..errors import CannotLower
-from ..schedules import get_schedule
 from ..sharding.mesh import Mesh
 from ..sharding.program import Placements
-from ..zero import FREED, Zero, highest
+from ..zero import FREED, Zero
 from .answer import Candidate, Setting, rank
 from .cuts import Cuts, Stages
 from .evaluate import Evaluator
@@ -115,8 +114,8 @@ class Pricer:
             return self.devices.of(mesh).hbm_bytes
         return tuple(map(max, zip(*(ranks.hbm_bytes for ranks in self.devices.of_dp_ranks(mesh)), strict=True)))
 
-    def pipelines(self, mesh: Mesh, zero: Zero = 0, checkpoint: Checkpointing = "none") -> list[Pipeline]:
-        return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero, checkpoint)
+    def pipelines(self, mesh: Mesh, zero: Zero = 0) -> list[Pipeline]:
+        return pipelines_for(mesh, self.setting.pins, num_cuttable(self.space.graph), zero)
 
     def priced(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Priced:
         """What may beat `known_seconds`.
@@ -207,8 +206,6 @@ class Pricer:
         fits = candidate is not None and candidate.fits
         evaluator, (schedule, _), zero = way.evaluator, way.pipeline, way.zero
         if self.setting.pins.activation_checkpoint is not None or fits != is_lean:
-            return None
-        if get_schedule(schedule).refuse_policies(highest(zero), MIXED):
             return None
         if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
             return None

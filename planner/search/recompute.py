@@ -6,7 +6,7 @@ stage, p the policy of a block (none, selective, full):
     a_tp   seconds that policy p adds to the backward of a block of template t
     k_tp   bytes of a microbatch that it spares
     w_tp   bytes that the block works with
-    n_s    microbatches that stage s keeps at once
+    n_s    microbatches that stage s keeps at once and has not run again: of a split backward those before their I
 
     min  sum_b a_t(b)p(b)
     s.t. sum_b n_s(b) k_t(b)p(b) >= activations without recomputation - room for them beside W      (memory)
@@ -38,7 +38,7 @@ from ...cost_models.memory import FRAGMENTATION_FRACTION, overhead_bytes
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing, in_short
-from ..schedules import kept_at_once, stages_by_rank
+from ..schedules import Alive, kept_at_once, stages_by_rank
 from ..zero import Zero, highest
 from .evaluate import Evaluator
 
@@ -174,12 +174,12 @@ class Recomputation:
         return seconds, tuple(policies)
 
     def _of_rank(
-        self, mine: Sequence[int], in_flight: Sequence[int], base: tuple[str, ...], room_bytes: int
+        self, mine: Sequence[int], in_flight: Sequence[Alive], base: tuple[str, ...], room_bytes: int
     ) -> tuple[float, list[tuple[Blocks, tuple[int, int]]]] | None:
         costs, memory = self.evaluator.costs, self.evaluator.costs.memory
         uniform: Checkpointing = base if self._repeated else _NONE
         priced = [costs.priced(*self.stages[s], self.zero, uniform) for s in mine]
-        activations = sum(n * stage.saved_bytes for n, stage in zip(in_flight, priced, strict=True))
+        activations = sum(stage.activation_bytes(alive) for alive, stage in zip(in_flight, priced, strict=True))
         still = memory.together([stage.still for stage in priced], highest(self.zero))
 
         def needed(working_bytes: int) -> float:
@@ -201,21 +201,21 @@ class Recomputation:
                 best = found
         return None if best is None else (best[0], list(zip(groups, best[1], strict=True)))
 
-    def _known_groups(self, mine: Sequence[int], in_flight: Sequence[int], base: tuple[str, ...]) -> list[Blocks]:
+    def _known_groups(self, mine: Sequence[int], in_flight: Sequence[Alive], base: tuple[str, ...]) -> list[Blocks]:
         """The blocks of a rank by template, found once for all that is asked of it."""
         key = mine[0], base
         if key not in self._of_rank_groups:
             self._of_rank_groups[key] = self._groups(mine, in_flight, base)
         return self._of_rank_groups[key]
 
-    def _groups(self, mine: Sequence[int], in_flight: Sequence[int], base: tuple[str, ...]) -> list[Blocks]:
+    def _groups(self, mine: Sequence[int], in_flight: Sequence[Alive], base: tuple[str, ...]) -> list[Blocks]:
         """The blocks of a rank by template."""
-        of_template: dict[int, list[tuple[int, int, int]]] = {}  # (-in flight, unit, stage)
-        for s, count in zip(mine, in_flight, strict=True):
+        of_template: dict[int, list[tuple[int, int, int]]] = {}  # (-microbatches, unit, stage)
+        for s, alive in zip(mine, in_flight, strict=True):
             first, last = self.stages[s]
             for unit in range(max(first, 1), last):
                 if is_block(self.evaluator.graph, unit) and unit not in self._repeated:
-                    of_template.setdefault(self.evaluator.kinds.templates[unit], []).append((-count, unit, s))
+                    of_template.setdefault(self.evaluator.kinds.templates[unit], []).append((-alive.untouched, unit, s))
         groups: list[Blocks] = []
         for blocks in of_template.values():
             blocks.sort()

@@ -14,8 +14,7 @@ from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..checkpointing import Checkpointing, name_of, runs_more_again
-from ..schedules import get_schedule
+from ..checkpointing import Checkpointing, runs_more_again
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..zero import highest
 from .assignment import NoAssignment
@@ -145,8 +144,6 @@ class Refiner:
             closed = inf  # the relaxation of a policy that memory did not keep from the best placements
             roomy: list[Checkpointing] = []  # policies that have these without filling the memory
             for checkpoint in checkpoints:
-                if get_schedule(schedule).refuse_policies(highest(zero), name_of(checkpoint)):
-                    continue
                 # Computing more again only helps where it makes room for cheaper placements.
                 if any(runs_more_again(self.setting.graph, checkpoint, than=other) for other in roomy):
                     continue

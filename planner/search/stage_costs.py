@@ -15,6 +15,7 @@ from ...cost_models.memory import FRAGMENTATION_FRACTION, Memory
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
 from ..checkpointing import POLICIES, Checkpointing
+from ..schedules import Alive
 from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
@@ -76,21 +77,27 @@ class StageCost:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedStage:
     """A stage wherever it lies: `cost` without memory and messages, `still` without activations, which one microbatch
-    takes `saved_bytes` for."""
+    takes `saved_bytes` for; `remade_bytes` from when what was not kept has been made again."""
 
     cost: StageCost
     still: Memory
     saved_bytes: int
+    remade_bytes: int
+
+    def activation_bytes(self, alive: Alive) -> int:
+        """What autograd keeps of so many microbatches."""
+        return alive.untouched * self.saved_bytes + alive.halfway * self.remade_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAmounts:
-    """By unit, without the prelude: seconds of both directions and of the forward, and bytes kept of one microbatch;
-    the most bytes that one works with."""
+    """By unit, without the prelude: seconds of both directions and of the forward, and bytes kept of one microbatch
+    before and after it has run again; the most bytes that one works with."""
 
     seconds: tuple[float, ...]
     forward_seconds: tuple[float, ...]
     kept_bytes: tuple[float, ...]
+    remade_bytes: tuple[float, ...]
     working_bytes: int
 
 
@@ -127,10 +134,10 @@ class StageCosts:
     keys: tuple[int, ...]  # of the templates, as `Shared` has them
     optimizer: str
     precision: str
-    _stages: dict[tuple[int, Zero], PricedStage] = field(default_factory=dict, init=False)
+    _stages: dict[tuple[int, Zero, int], PricedStage] = field(default_factory=dict, init=False)
     _states: dict[Zero, tuple[float, ...]] = field(default_factory=dict, init=False)
     _wholes: dict[tuple[Zero, Checkpointing], StageCost] = field(default_factory=dict, init=False)
-    _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float]]] = field(
+    _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float, float]]] = field(
         default_factory=dict, init=False
     )
     _recomputed: dict[tuple[int, tuple[Checkpointing, ...]], Counter[Recomputed]] = field(
@@ -191,26 +198,30 @@ class StageCosts:
         held, stored = (stage_holdings(program, first, last, self.kinds.sharing, kept) for program in programs)
         return held, stored
 
-    def priced(self, first: int, last: int, zero: Zero, recompute: Checkpointing) -> PricedStage:
-        """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`."""
+    def priced(self, first: int, last: int, zero: Zero, recompute: Checkpointing, waited: int = 0) -> PricedStage:
+        """Units [first, last) as a stage. `recompute`: as `UnitCosts.unit`. `waited`: as
+        `ParameterSeconds.data_parallel`."""
         kind = self.kinds.stage(first, last, recompute)
-        key = (kind, zero if isinstance(zero, int) else zero[max(first, 1) : last])
+        key = (kind, zero if isinstance(zero, int) else zero[max(first, 1) : last], waited)
         if key not in self._stages:
             passes = self._passes(first, last, recompute, kind)
             held, stored = self._both_held(first, last, zero)
             self._stages[key] = PricedStage(
-                cost=self._cost(held, stored, highest(zero), passes),
+                cost=self._cost(held, stored, highest(zero), passes, waited),
                 still=self.memory.without_activations(passes.working_bytes, held, stored, highest(zero)),
                 saved_bytes=self.saved_bytes(first, last, recompute),
+                remade_bytes=self.saved_bytes(first, last, recompute, is_remade=True),
             )
         return self._stages[key]
 
-    def saved_bytes(self, first: int, last: int, recompute: Checkpointing) -> int:
-        """What autograd keeps of one microbatch in a stage."""
+    def saved_bytes(self, first: int, last: int, recompute: Checkpointing, *, is_remade: bool = False) -> int:
+        """What autograd keeps of one microbatch in a stage, before or after all blocks have run again."""
+        if recompute == "none":
+            is_remade = False
         kind = self.kinds.stage(first, last, recompute)
-        known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind)
+        known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind, is_remade)
         if key not in known:
-            known[key] = self.units.stage_saved_bytes(first, last, recompute=recompute)
+            known[key] = self.units.stage_saved_bytes(first, last, recompute=recompute, is_remade=is_remade)
         return known[key]
 
     def _passes(self, first: int, last: int, recompute: Checkpointing, kind: int) -> _Passes:
@@ -240,7 +251,7 @@ class StageCosts:
         known[key] = found
         return found
 
-    def _cost(self, held: Holdings, stored: Holdings, zero: int, passes: _Passes) -> StageCost:
+    def _cost(self, held: Holdings, stored: Holdings, zero: int, passes: _Passes, waited: int = 0) -> StageCost:
         copied_ahead, copied_back = self._parameters.fsdp_copies(held, zero)
         forward = passes.forward + Seconds(compute=copied_ahead)
         accumulated = Seconds(compute=self._parameters.accumulation(held, zero) + copied_back)
@@ -255,7 +266,7 @@ class StageCosts:
             summed = self._parameters.partial_gradients(axis, held, zero) if axis in PARAMETER_AXES else 0.0
             step[axis] = prelude.on_axis(axis) + summed
         # Whether the ranks are on dp or cp: they hold the same parameters.
-        step["dp"] += self._parameters.data_parallel(held, zero, forward.compute, backward.compute)
+        step["dp"] += self._parameters.data_parallel(held, zero, forward.compute, backward.compute, waited)
         return StageCost(
             forward=forward,
             backward=backward,
@@ -280,6 +291,7 @@ class StageCosts:
                 seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
                 forward_seconds=tuple(unit.forward.total for unit in units),
                 kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
+                remade_bytes=tuple(float(unit.remade.num_bytes) for unit in units),
                 working_bytes=max(unit.working_bytes for unit in units),
             )
         return known[key]
@@ -309,7 +321,7 @@ class StageCosts:
 
     def _unit_states(self, index: int, zero: int) -> float:
         stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
-        parts = self.memory.with_activations(self.memory.without_activations(0, held, stored, zero), 0, 1)
+        parts = self.memory.of_rank([self.memory.without_activations(0, held, stored, zero)], 0)
         return float(parts["total"] - parts["overhead"])
 
     # --- what no cut does without ---
@@ -323,14 +335,15 @@ class StageCosts:
             self._wholes[zero, recompute] = self._cost(held, stored, highest(zero), passes)
         return self._wholes[zero, recompute]
 
-    def least_units(self, zero: int, recompute: Checkpointing) -> Counter[tuple[float, float]]:
+    def least_units(self, zero: int, recompute: Checkpointing) -> Counter[tuple[float, float, float]]:
         """How many units but the prelude there are by what their stage holds of them throughout, at least (of tied
-        ones another may), and keeps of one microbatch, fragmented."""
+        ones another may), and keeps of one microbatch before and after all has been made again, fragmented."""
         key = zero, recompute
         if key not in self._least_units:
             found = self._least_units[key] = Counter()
-            for states, unit, count in self._counted(zero, (recompute,)):
-                found[states, unit.kept_bytes[0]] += count
+            for states, unit, count in self._counted(zero, (recompute, "none")):
+                kept, remade = unit.kept_bytes
+                found[states, kept, remade] += count
         return self._least_units[key]
 
     def _counted(self, zero: int, policies: tuple[Checkpointing, ...]) -> Iterator[tuple[float, _Alike, int]]:
@@ -374,8 +387,9 @@ class StageCosts:
         key = zero, policies
         if key not in self._recomputed:
             found = self._recomputed[key] = Counter()
-            for states, unit, count in self._counted(zero, policies):
-                found[Recomputed(states, unit.kept_bytes, unit.seconds)] += count
+            for states, unit, count in self._counted(zero, (*policies, "none")):
+                *kept, remade = unit.kept_bytes
+                found[Recomputed(states, remade, tuple(kept), unit.seconds[:-1])] += count
         return self._recomputed[key]
 
     # --- messages ---

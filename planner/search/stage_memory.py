@@ -123,13 +123,9 @@ class StageMemory:
         dp = self.prices.mesh.shards
         return sum(n * shard_bytes(p, dp, 0, zero) for p, n in stored.trained)
 
-    def with_saved(self, memory: Memory, saved_bytes: int, in_flight: float) -> Memory:
-        """With what `in_flight` microbatches keep."""
-        return replace(memory, activations=int(in_flight * saved_bytes))
-
-    def with_activations(self, memory: Memory, saved_bytes: int, in_flight: float) -> dict[str, int]:
-        """Bytes by component of a rank with one stage: with what `in_flight` microbatches keep, and the overhead."""
-        return self.of_rank([self.with_saved(memory, saved_bytes, in_flight)], 0)
+    def with_saved(self, memory: Memory, saved_bytes: int) -> Memory:
+        """With what autograd keeps of all microbatches."""
+        return replace(memory, activations=saved_bytes)
 
     def of_rank(self, stages: Sequence[Memory], zero: int) -> dict[str, int]:
         """Bytes by component of the stages of a rank together."""

@@ -1,9 +1,9 @@
 """Where to cut the units into pipeline stages: a small integer program over cut positions, and an exact search to
 check it.
 
-Units 1..n are cut into S contiguous runs. P_k, W_k, A_k are sums over the first k units: seconds of one microbatch
-(both directions), bytes held throughout (state), bytes kept per microbatch in flight. f_s microbatches are in flight
-at stage s.
+Units 1..n are cut into S contiguous runs. P_k, W_k, A_k, R_k are sums over the first k units: seconds of one microbatch
+(both directions), bytes held throughout (state), bytes kept per microbatch in flight, and those when what was not kept
+has been made again. f_s microbatches are in flight at stage s, of h_s of which that is so (between I and W).
 
     c[s,k]        1 where stages 0..s hold the first k units together, s = 0..S-2 (binary); stage S-1 ends at n
     T             seconds of the slowest stage
@@ -12,7 +12,7 @@ at stage s.
     s.t.  sum_k c[s,k] = 1                                    for each s
           sum_k k c[s,k] - sum_k k c[s-1,k] >= 1              no stage is empty
           T >= d_s sum_k P_k (c[s,k] - c[s-1,k])              for each s
-          sum_s,k (W_k + f_s A_k)(c[s,k] - c[s-1,k]) <= M_r   for each rank r, its stages s
+          sum_s,k (W_k + (f_s - h_s) A_k + h_s R_k)(c[s,k] - c[s-1,k]) <= M_r     for each rank r, its stages s
 
 With m microbatches (one: balance is worth little), B_k the seconds that a cut behind unit k adds to a step (messages)
 and d_s >= 1 how much slower than the fastest the rank of stage s is. Prefix sums make all rows linear: no product of
@@ -52,7 +52,11 @@ _MOST_COLUMNS = 500  # of a program that is solved for one stage per rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
-    """Units in order (without the prelude), seconds and bytes each; `cut_seconds[k]`: a cut behind unit k, per step."""
+    """Units in order (without the prelude), seconds and bytes each; `cut_seconds[k]`: a cut behind unit k, per step.
+
+    `halfway`: by stage, of how many of the microbatches in flight all is kept that was made again, `remade_bytes` of
+    each; empty where of none.
+    """
 
     seconds: tuple[float, ...]
     held_bytes: tuple[float, ...]
@@ -64,6 +68,8 @@ class Cutting:
     room_bytes: float  # of the largest rank
     pace: tuple[float, ...] = ()  # by stage: seconds over those on the fastest rank; empty where all are 1
     short_bytes: tuple[float, ...] = ()  # by rank: how much less room it has; empty where all have the same
+    halfway: tuple[int, ...] = ()
+    remade_bytes: tuple[float, ...] = ()
 
     @property
     def are_ranks_alike(self) -> bool:
@@ -74,6 +80,18 @@ class Cutting:
 
     def room_of(self, rank: int) -> float:
         return self.room_bytes - (self.short_bytes[rank] if self.short_bytes else 0.0)
+
+    def alive(self, stage: int) -> tuple[int, int]:
+        """The microbatches of a stage that have not been run again, and those that have."""
+        halfway = self.halfway[stage] if self.halfway else 0
+        return self.in_flight[stage] - halfway, halfway
+
+    def used_bytes(self, stage: int, first: int = 0, last: int | None = None) -> list[float]:
+        """What units [first, last) take of a stage's memory, each."""
+        untouched, halfway = self.alive(stage)
+        sizes = self.held_bytes, self.kept_bytes, self.remade_bytes or self.kept_bytes
+        units = zip(*(each[first:last] for each in sizes), strict=True)
+        return [held + untouched * kept + halfway * remade for held, kept, remade in units]
 
     @property
     def num_stages(self) -> int:
@@ -93,8 +111,7 @@ def objective(cutting: Cutting, ends: Sequence[int]) -> float:
     for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if last <= first:
             return inf
-        kept = cutting.in_flight[stage] * sum(cutting.kept_bytes[first:last])
-        used[cutting.rank_of[stage]] += sum(cutting.held_bytes[first:last]) + kept
+        used[cutting.rank_of[stage]] += sum(cutting.used_bytes(stage, first, last))
         slowest = max(slowest, cutting.pace_of(stage) * sum(cutting.seconds[first:last]))
     if any(size > cutting.room_of(rank) for rank, size in enumerate(used) if size):
         return inf
@@ -122,8 +139,10 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
         return ends
     if has_several:
         by_rank = [[s for s, at in enumerate(cutting.rank_of) if at == rank] for rank in sorted({*cutting.rank_of})]
-        units = Counter(zip(cutting.held_bytes, cutting.kept_bytes, strict=True))
-        if least_fullest(units, in_flight=cutting.in_flight, by_rank=by_rank) > cutting.room_bytes:
+        remade = cutting.remade_bytes or cutting.kept_bytes
+        units = Counter(zip(cutting.held_bytes, cutting.kept_bytes, remade, strict=True))
+        alive = [cutting.alive(s) for s in range(cutting.num_stages)]
+        if least_fullest(units, alive=alive, by_rank=by_rank) > cutting.room_bytes:
             raise NoAssignment
     return cut_by_ilp(cutting, time_limit_seconds=time_limit_seconds)
 
@@ -135,26 +154,28 @@ def _most_saved(cutting: Cutting, ends: Sequence[int]) -> float:
 
 
 def least_fullest(
-    units: Mapping[tuple[float, float], int], *, in_flight: Sequence[int], by_rank: Sequence[Sequence[int]]
+    units: Mapping[tuple[float, float, float], int],
+    *,
+    alive: Sequence[tuple[int, int]],
+    by_rank: Sequence[Sequence[int]],
 ) -> float:
     """Bytes that the fullest rank has at least, whatever the cut. `units`: how many there are by the bytes that they
-    hold and keep; `by_rank`: the stages of every rank.
+    hold, keep, and keep when all has been made again; `alive`: as `Cutting.alive`; `by_rank`: the stages of every rank.
 
     For any weights l_r >= 0 of the ranks that add up to 1 it has at least sum_r l_r (bytes of r), and that is no less
-    than sum_u min_s l_r(s) (W_u + f_s A_u). Weights in inverse proportion to W + f_r A of the whole model, with f_r the
-    mean of the rank's stages, make all ranks of equal units alike.
+    than sum_u min_s l_r(s) (W_u + (f_s - h_s) A_u + h_s R_u). Weights in inverse proportion to W + f_r A of the whole
+    model, with f_r the mean of the rank's stages, make all ranks of equal units alike.
     """
-    held = sum(count * size for (size, _), count in units.items())
-    kept = sum(count * size for (_, size), count in units.items())
+    held, kept, _ = (sum(count * unit[i] for unit, count in units.items()) for i in range(3))
     weights: list[float] = []
-    stages: set[tuple[float, int]] = set()
+    stages: set[tuple[float, int, int]] = set()
     for mine in by_rank:
-        flight = sum(in_flight[s] for s in mine) / len(mine)
+        flight = sum(sum(alive[s]) for s in mine) / len(mine)
         weights.append(1 / max(1.0, held + flight * kept))
-        stages.update((weights[-1], in_flight[s]) for s in mine)
+        stages.update((weights[-1], *alive[s]) for s in mine)
     least = sum(
-        count * min(weight * (unit_held + flight * unit_kept) for weight, flight in stages)
-        for (unit_held, unit_kept), count in units.items()
+        count * min(weight * (unit_held + f * unit_kept + h * remade) for weight, f, h in stages)
+        for (unit_held, unit_kept, remade), count in units.items()
     )
     return least / sum(weights)
 
@@ -232,14 +253,20 @@ class _Filling:
     def _kept(self) -> list[float]:
         return [0.0, *accumulate(reversed(self.cutting.kept_bytes))]
 
+    @cached_property
+    def _remade(self) -> list[float]:
+        return [0.0, *accumulate(reversed(self.cutting.remade_bytes or self.cutting.kept_bytes))]
+
     def _fitting(self, stage: int, taken: int, most: int) -> int:
         """How many of the last units, `most` at most, are taken where a stage holds what fits behind the first."""
-        cutting, held, kept = self.cutting, self._held, self._kept
-        flight, room = cutting.in_flight[stage], cutting.room_of(cutting.rank_of[stage])
-        room += held[taken] + flight * kept[taken]
-        if held[most] + flight * kept[most] <= room:
-            return most
-        return bisect_right(range(most + 1), room, key=lambda k: held[k] + flight * kept[k]) - 1
+        held, kept, remade = self._held, self._kept, self._remade
+        untouched, halfway = self.cutting.alive(stage)
+
+        def used(k: int) -> float:
+            return held[k] + untouched * kept[k] + halfway * remade[k]
+
+        room = self.cutting.room_of(self.cutting.rank_of[stage]) + used(taken)
+        return most if used(most) <= room else bisect_right(range(most + 1), room, key=used) - 1
 
     def below(self, limit: float) -> tuple[tuple[int, ...] | None, float]:
         """Ends of stages that take at most `limit` seconds and fit, and the next limit that gives other ends."""
@@ -284,8 +311,6 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
             raise NoAssignment
         return ()
     time = (0.0, *accumulate(cutting.seconds))
-    held = (0.0, *accumulate(cutting.held_bytes))
-    kept = (0.0, *accumulate(cutting.kept_bytes))
     lp = pulp.LpProblem("stages", pulp.LpMinimize)
     slowest = lp.add_variable("T", 0)
     cuts = {
@@ -317,7 +342,7 @@ def cut_by_ilp(cutting: Cutting, *, time_limit_seconds: float | None = None) -> 
         at_most(columns, -1.0 - constant)
         columns, constant = difference(s, time, _SCALE * cutting.pace_of(s))
         at_most([*columns, (slowest, -1.0)], -constant)
-        used = tuple(h + cutting.in_flight[s] * a for h, a in zip(held, kept, strict=True))
+        used = (0.0, *accumulate(cutting.used_bytes(s)))
         columns, constant = difference(s, used, 1 / room)
         before, already = memory.get(cutting.rank_of[s], ([], 0.0))
         memory[cutting.rank_of[s]] = [*before, *columns], already + constant
@@ -369,14 +394,13 @@ def _cheapest(cutting: Cutting, limit: float) -> tuple[int, ...] | None:
     """Ends with the least price of cuts whose stages take at most `limit` seconds and fit."""
     units, stages = len(cutting.seconds), cutting.num_stages
     time = (0.0, *accumulate(cutting.seconds))
-    held = (0.0, *accumulate(cutting.held_bytes))
-    kept = (0.0, *accumulate(cutting.kept_bytes))
     front: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for s in range(stages):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        sums = (0.0, *accumulate(cutting.used_bytes(s)))
         for first, (price, ends) in front.items():
             for last in range(first + 1, units - (stages - 1 - s) + 1):
-                used = held[last] - held[first] + cutting.in_flight[s] * (kept[last] - kept[first])
+                used = sums[last] - sums[first]
                 seconds = (time[last] - time[first]) * cutting.pace_of(s)
                 if seconds > limit * (1 + 1e-12) or used > cutting.room_of(cutting.rank_of[s]):
                     break

@@ -68,7 +68,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """A unit in one microbatch. `kept` lives until its backward; `working_bytes` lives only while it runs.
+    """A unit in one microbatch. `kept` lives until its backward, `remade` from when it has run again until its backward
+    is over; `working_bytes` lives only while it runs.
 
     `weights`: the part of the backward that makes gradients of parameters. `host_forward`, `host_backward`: seconds of
     the host, which `forward` and `backward` include where they are longer than the device's.
@@ -78,6 +79,7 @@ class UnitCost:
     backward: Seconds
     weights: Seconds
     kept: Kept
+    remade: Kept
     working_bytes: int
     host_forward: float
     host_backward: float
@@ -168,12 +170,17 @@ class UnitCosts:
         for (index, policy), count in counts.items():
             yield self.unit(index, recompute=policy), count
 
-    def stage_saved_bytes(self, first: int, last: int, *, recompute: Checkpointing) -> int:
-        """What autograd keeps of one microbatch of units [first, last)."""
+    def stage_saved_bytes(self, first: int, last: int, *, recompute: Checkpointing, is_remade: bool = False) -> int:
+        """What autograd keeps of one microbatch of units [first, last), before or after all of them have run again."""
+
+        def kept(index: int) -> Kept:
+            unit = self.unit(index, recompute=recompute)
+            return unit.remade if is_remade else unit.kept
+
         return stage_bytes(
             self.program,
             range(max(first, 1), last),
-            lambda index: self.unit(index, recompute=recompute).kept,
+            kept,
             lambda index, position: self._edge(index, position)[2],
         )
 
@@ -264,6 +271,7 @@ class UnitCosts:
             backward=plain.backward + forward,
             weights=plain.weights,
             kept=kept,
+            remade=plain.kept,
             working_bytes=working,
             host_forward=plain.host_forward,
             host_backward=plain.host_backward + sum(step.host_forward for step in repeated),
@@ -363,11 +371,13 @@ class UnitCosts:
         return known[key]
 
     def _template(self, index: int, steps: Sequence[_StepCost]) -> UnitCost:
+        kept = self._kept(index).kept()
         return UnitCost(
             forward=_total(steps, forward=True),
             backward=_total(steps, forward=False),
             weights=_weights(steps),
-            kept=self._kept(index).kept(),
+            kept=kept,
+            remade=kept,
             working_bytes=self._working_bytes(self.program.templates[index]),
             host_forward=sum(step.host_forward for step in steps),
             host_backward=sum(step.host_backward for step in steps),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..checkpointing import Checkpointing, name_of
+from ..checkpointing import Checkpointing
 from ..schedules import get_schedule
-from ..zero import FREED, KEPT, Zero, highest
+from ..zero import FREED, KEPT, Zero
 from .answer import Setting
 from .evaluate import Evaluator
 from .floors import fitting_seconds, floor_bytes, floor_seconds
@@ -68,9 +68,7 @@ def ways_of(
     def fits(evaluator: Evaluator, pipeline: Pipeline, zero: Zero) -> float:
         key = (pipeline, zero, evaluator.mesh.replicas)
         if key not in fitting:
-            refuse = get_schedule(pipeline[0]).refuse_policies
-            policies = tuple(policy for policy in every if not refuse(highest(zero), name_of(policy)))
-            fitting[key] = fitting_seconds(evaluator, pipeline, zero, policies, hbm_bytes)
+            fitting[key] = fitting_seconds(evaluator, pipeline, zero, every, hbm_bytes)
         return fitting[key]
 
     for level, checkpoint in enumerate(every):
@@ -78,7 +76,9 @@ def ways_of(
             break
         for zero, evaluator in sharded:
             least = KEPT if zero == FREED and may_mix(pins, evaluator) else zero
-            for pipeline in pipelines_for(evaluator.mesh, pins, cuttable, zero, checkpoint):
+            for pipeline in pipelines_for(evaluator.mesh, pins, cuttable, zero):
+                if zero == FREED and _frees_in_vain(pins, evaluator, pipeline):
+                    continue
                 floor = floor_seconds(evaluator, pipeline, least, checkpoint)
                 if floor >= known_seconds:
                     continue
@@ -98,6 +98,12 @@ def ways_of(
 def may_mix(pins: Pins, evaluator: Evaluator) -> bool:
     """Whether blocks may be under ZeRO-2 and under ZeRO-3, and it makes a difference to memory."""
     return pins.zero is None and evaluator.costs.memory.frees_parameters
+
+
+def _frees_in_vain(pins: Pins, evaluator: Evaluator, pipeline: Pipeline) -> bool:
+    """Whether ZeRO-2 takes as little memory as ZeRO-3, whose gathers the parts of a backward would wait for."""
+    is_split = get_schedule(pipeline[0]).splits_backward
+    return is_split and pins.zero is None and not evaluator.costs.memory.frees_parameters
 
 
 __all__ = ["Way", "may_mix", "ways_of"]

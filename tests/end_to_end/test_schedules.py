@@ -46,6 +46,25 @@ def test_a_schedule_is_exact(tmp_path, name):
     assert {stage.rank for stage in plan.stages} == {0, 1}
 
 
+FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("zero-bubble", {"zero": 3, **FULL}),
+        pytest.param("zero-bubble", {"zero": 3, "stages_per_rank": 2, **SELECTIVE}, marks=pytest.mark.slow),
+        pytest.param("zero-bubble-v", {"zero": 3, **SELECTIVE}, marks=pytest.mark.slow),
+        pytest.param("zero-bubble-v", {"zero": "h.{0..2}=2,*=3", **FULL}, marks=pytest.mark.slow),
+        pytest.param(
+            "zero-bubble", {"zero": 1, "activation_checkpoint": "h.{0..1}=full,h.5=selective"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_split_backward_beside_shards_and_recomputation(tmp_path, name, pins):
+    check(tmp_path, {"pp": 2, "dp": 2}, schedule=name, microbatch_size=1, **pins)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_several_stages_on_a_rank_beside_zero(tmp_path, zero):

@@ -15,7 +15,7 @@ from ....planner.fqn_patterns import expand, fold
 from ....planner.schedules import get_schedule, schedule_names
 from ....planner.search.step_collectives import is_partial, loss_axes, reduced_axes
 from ....planner.sharding.mesh import described_shares
-from ....planner.zero import zero_text
+from ....planner.zero import FREED, zero_text
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import LINE_WIDTH, comment, layout, literal, numbers, quote
@@ -238,7 +238,7 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
         }
         yield module_functions.run_block(calls)
     if policies := modules.sparing_policies:
-        yield module_functions.recomputed(policies)
+        yield module_functions.recomputed(policies, splits_backward=modules.splits_backward)
 
 
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
@@ -355,6 +355,7 @@ def _pipeline(modules: Modules) -> str:
         schedule=modules.options.schedule,
         has_parameters=all(any(not tensor.is_buffer for tensor in stage.tensors) for stage in stages),
         shares=bool(modules.mesh.shares),
+        gathers=modules.has_fsdp and modules.options.zero == FREED and modules.splits_backward,
     )
 
 

@@ -120,12 +120,16 @@ def keep_results() -> tuple[AbstractContextManager, AbstractContextManager]:
     return create_selective_checkpoint_contexts(KEPT)'''
 
 
-def recomputed(policies: Sequence[str]) -> str:
+def recomputed(policies: Sequence[str], *, splits_backward: bool) -> str:
     """The function that runs blocks which update running statistics, for these policies of theirs."""
+    template = _RECOMPUTED
+    if splits_backward:
+        given = "use_reentrant=False, preserve_rng_state=False, "
+        template = template.replace("checkpoint(", "recomputed_once(").replace(given, "")
     if len(policies) > 1:
-        text = _RECOMPUTED.replace("CONTEXTS", _EITHER_KEPT)
+        text = template.replace("CONTEXTS", _EITHER_KEPT)
         return text.replace("*inputs: torch.Tensor)", "*inputs: torch.Tensor, keeps_results: bool)", 1) + _BOTH
-    text = _RECOMPUTED.replace("CONTEXTS", _RESULTS_KEPT if "selective" in policies else _NOTHING_KEPT)
+    text = template.replace("CONTEXTS", _RESULTS_KEPT if "selective" in policies else _NOTHING_KEPT)
     return text + _BOTH if "selective" in policies else text
 
 

@@ -27,7 +27,8 @@ RESERVED = frozenset(
     )
 )  # fmt: skip
 CLASSES = (
-    "Weights", "Stage", "FirstStage", "MiddleStage", "LastStage", "DTensor", "Replicate", "Shard", "DeviceMesh",
+    "Weights", "Stage", "FirstStage", "MiddleStage", "LastStage", "GatheredStage", "DTensor", "Replicate", "Shard",
+    "DeviceMesh",
 )  # fmt: skip
 # Operations that update the buffers they are given whenever they run.
 UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
@@ -70,6 +71,11 @@ class Modules:
     def has_several_stages(self) -> bool:
         """Whether a rank's stages are a list, of one or more: what the schedule's class asks for."""
         return get_schedule(self.options.schedule).is_multi_stage
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of a stage's inputs and of its weights come from calls of their own."""
+        return get_schedule(self.options.schedule).splits_backward
 
     @property
     def tie_ranks(self) -> tuple[int, ...]:
@@ -317,6 +323,8 @@ class Modules:
             keeps = f", keeps_results={policy == 'selective'}" if len(self.sparing_policies) > 1 else ""
             return f"recomputed({inside}{keeps})"
         contexts = ", context_fn=keep_results" if policy == "selective" else ""
+        if self.splits_backward:
+            return f"recomputed_once({inside}{contexts})"
         return f"checkpoint({inside}, use_reentrant=False, preserve_rng_state=False{contexts})"
 
     @property

@@ -64,10 +64,10 @@ def options_of(plan: Plan) -> Options:
     ranks, schedule = plan.mesh["pp"], get_schedule(plan.schedule)
     counts = sorted({*(plan.batch_shares or (plan.microbatches,))})
     reason = next(filter(None, (schedule.refuse(ranks, plan.stages_per_rank, count) for count in counts)), "")
-    if reason := reason or schedule.refuse_policies(plan.zero, plan.activation_checkpoint):
+    if reason:
         raise AutoparError(
             f"schedule {plan.schedule} cannot run: {reason}",
-            where="plan.json: schedule, stages, microbatches, batch_shares, zero, activation_checkpoint",
+            where="plan.json: schedule, stages, microbatches, batch_shares",
             fix="choose another schedule or number of microbatches",
         )
     for index, stage in enumerate(plan.stages):

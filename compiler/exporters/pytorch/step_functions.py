@@ -90,15 +90,46 @@ EDGES
     return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
 
 
-def pipeline(received: Sequence[str], sent: Sequence[str], *, schedule: str, has_parameters: bool, shares: bool) -> str:
+GATHERED_STAGE = '''\
+class GatheredStage(PipelineStage):
+    """A stage that gathers its parameters before both parts of a backward.
+
+    PyTorch makes gradients for the parameters that a stage has when a part begins. A forward leaves shards there.
+    """
+
+    def backward_one_chunk(self, *args, **kwargs) -> None:
+        self.gather()
+        super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args, **kwargs) -> None:
+        self.gather()
+        super().backward_weight_one_chunk(*args, **kwargs)
+
+    def gather(self) -> None:
+        """Gather what is not whole. The first stage runs its backward in one part, which gathers as it goes."""
+        modules = [] if self.is_first else [m for m in self.submod.modules() if isinstance(m, FSDPModule)]
+        for handle in [module.unshard(async_op=True) for module in modules]:
+            handle.wait()'''
+
+
+def pipeline(
+    received: Sequence[str],
+    sent: Sequence[str],
+    *,
+    schedule: str,
+    has_parameters: bool,
+    shares: bool,
+    gathers: bool,
+) -> str:
     """`received`, `sent`: by stage, the tensors on its edges as source. `has_parameters`: every stage has some.
-    `shares`: dp ranks take different numbers of microbatches."""
+    `shares`: dp ranks take different numbers of microbatches. `gathers`: each part of a backward gathers parameters."""
     parameter = _FIRST_PARAMETER if has_parameters else _FIRST_PARAMETER_IF_ANY
     text = _PIPELINE
     if get_schedule(schedule).is_multi_stage:
         text, parameter = _PIPELINE_OF_SEVERAL, parameter.replace("stage.", "stages.")
     text = text.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
     text = text.replace("MICROBATCHES", "num_microbatches(mesh)") if shares else text
+    text = GATHERED_STAGE + "\n\n\n" + text.replace("PipelineStage(", "GatheredStage(") if gathers else text
     return text.replace("EDGES", "\n".join(_edges(received, sent)))
 
 

@@ -14,10 +14,12 @@ from torch import nn
 
 SAMPLE_MODELS = Path(__file__).resolve().parents[3] / "sample_models"
 FULL = {"activation_checkpoint": "full"}
+SPLIT = {"schedule": "zero-bubble", "stages_per_rank": 1, "microbatch_size": 2}
 
 FAST = (
     ("gpt", {"num_layers": 2}, {"dp": 1, "tp": 2, "pp": 1}, {}),
     ("mlp", {"num_hidden": 3}, {"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
+    ("gpt", {"num_layers": 2}, {"dp": 1, "tp": 1, "pp": 2}, {**SPLIT, "activation_checkpoint": "selective"}),
 )
 SLOW = (
     ("gpt", {"num_layers": 2}, {"dp": 2, "tp": 2, "pp": 1}, {"zero": 3}),
@@ -25,6 +27,7 @@ SLOW = (
     ("llama", {"num_layers": 2}, {"dp": 1, "tp": 2, "pp": 1}, {}),
     ("llama", {"num_layers": 2}, {"dp": 2, "tp": 1, "pp": 1}, FULL),
     ("llama", {"num_layers": 2}, {"dp": 1, "tp": 1, "pp": 2}, {"schedule": "gpipe"}),
+    ("llama", {"num_layers": 4}, {"dp": 2, "tp": 1, "pp": 2}, {**SPLIT, **FULL, "zero": 3}),
     ("moe", {"num_layers": 2}, {"dp": 2, "tp": 1, "pp": 1}, FULL),
     ("resnet", {}, {"dp": 1, "tp": 2, "pp": 1}, {}),
     ("resnet", {}, {"dp": 2, "tp": 1, "pp": 1}, FULL),

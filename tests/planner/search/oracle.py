@@ -137,8 +137,6 @@ def plans_on(graph, mesh, machine: Machine, stack, batch_labels, pins) -> Iterat
                     mixes = list(product(*((2, 3) if each else (3,) for each in are_blocks)))
                     stages_of = mixes if zero == 3 and pins.zero is None else [(zero,) * units]
                     for checkpoint, by_unit in product(policies, stages_of):
-                        if schedule.startswith("zero-bubble") and (zero == 3 or any(p != "none" for p in checkpoint)):
-                            continue  # the backward is split
                         blocks = tuple(p for p, each in zip(checkpoint, are_blocks, strict=True) if each)
                         for shares in all_shares(graph, placements, mesh, machine, schedule, per_rank, zero):
                             if (replicas, shares) not in evaluators:

@@ -54,8 +54,6 @@ def test_every_cut_is_slower_and_fuller(seed):
                 continue
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
                 for checkpoint in ("none", "selective", "full"):
-                    if schedule.refuse_policies(zero, checkpoint):
-                        continue
                     least_seconds = floor_seconds(priced, pipeline, zero, checkpoint)
                     least_bytes = floor_bytes(priced, pipeline, zero, checkpoint)
                     for ends in combinations(range(2, units), num_stages - 1):

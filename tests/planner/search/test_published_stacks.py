@@ -12,6 +12,7 @@ from autopar.cost_models.memory import Memory
 from autopar.cost_models.stacks import CHOICES, Stack, load_stack
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import Kind, ModelGraph
+from autopar.planner.schedules import Alive
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.held_parameters import HeldParameter
@@ -279,13 +280,13 @@ def test_messages_that_are_split_already_are_not_scattered(gpt: ModelGraph, on_t
 def test_what_engines_keep_beyond_the_schedule(gpt: ModelGraph) -> None:
     program = evaluator(gpt, EAGER, tp=1, placements=placed(gpt, 1), pp=2).program
     deep, shallow = with_choices(pipeline_buffers="two a stage"), with_choices(pipeline_buffers="outputs of two")
-    scheduled = ((2, 3),)
-    assert microbatches_kept(scheduled, (0, 1), deep, 3) == ((7, 7),)
-    assert microbatches_kept(scheduled, (0, 2), deep, 3) == ((7, 3),)
+    scheduled = ((Alive(2), Alive(3)),)
+    assert microbatches_kept(scheduled, (0, 1), deep, 3) == ((Alive(7), Alive(7)),)
+    assert microbatches_kept(scheduled, (0, 2), deep, 3) == ((Alive(7), Alive(3)),)
     assert microbatches_kept(scheduled, (0, 1), shallow, 3) == scheduled
     cost = StageCost(forward=Seconds(), backward=Seconds(), weights=Seconds(), step={}, send_seconds=0.0,
                      memory_bytes={}, num_parameters=0, host_forward=0.0, host_backward=0.0)  # fmt: skip
-    priced = PricedStage(cost=cost, still=Memory(parameters=GIB, master_weights=2 * GIB), saved_bytes=0)
+    priced = PricedStage(cost=cost, still=Memory(parameters=GIB, master_weights=2 * GIB), saved_bytes=0, remade_bytes=0)
 
     def more(stage: int, stack: Stack, num_stages: int) -> int:
         return buffered(priced, stage, program, stack, num_stages).still.gather_buffers

@@ -24,7 +24,15 @@ def random_cutting(seed: int) -> Cutting:
         microbatches=rng.choice([1, 4, 8]),
         room_bytes=rng.choice([inf, sum(held) / stages * 2.0]) if rng.random() < 0.9 else 1.0,
         **(different_ranks(rng, stages) if seed % 3 == 2 else {}),
+        **(run_again(rng, units, stages) if seed % 5 == 3 else {}),
     )
+
+
+def run_again(rng: random.Random, units: int, stages: int) -> dict[str, tuple[float, ...]]:
+    return {
+        "halfway": tuple(min(s, stages - s) for s in range(stages)),
+        "remade_bytes": tuple(float(rng.randint(5, 9)) for _ in range(units)),
+    }
 
 
 def different_ranks(rng: random.Random, stages: int) -> dict[str, tuple[float, ...]]:

@@ -15,6 +15,7 @@ from autopar.planner.capture.graph import (
     Unit,
     Value,
 )
+from autopar.planner.search.fsdp_collectives import gathers_waited_for
 from autopar.planner.search.held_parameters import (
     HeldParameter,
     held_parameters,
@@ -191,6 +192,19 @@ def test_sharded_data_parallel_gathers_padded_blocks(zero, gathers):
     assert found["dp", "all_gather", block, "fsdp"] == gathers * BLOCKS
     assert found["dp", "reduce_scatter", root, "fsdp"] == 1
     assert found["dp", "reduce_scatter", block, "fsdp"] == BLOCKS
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble-v", 2)])
+@pytest.mark.parametrize(("zero", "gathers"), [(2, 1), (3, 5)])
+def test_a_split_backward_gathers_as_often_as_a_whole_one(schedule, per_rank, zero, gathers):
+    ends = (2, 3, 4) if per_rank == 2 else (3,)
+    stages = tuple(zip((1, *ends), (*ends, BLOCKS + 3), strict=True))
+    found = lines(Mesh(pp=2, dp=2, microbatches=4), stages, zero=zero, schedule=schedule)
+    block = (HIDDEN * WIDTH + 6 * HIDDEN) * FLOAT
+    assert sum(rank["dp", "all_gather", block, "fsdp"] for rank in found.values()) == gathers * BLOCKS
+    waited = [gathers_waited_for(schedule, 2, 4, per_rank, stage) for stage in range(len(stages))]
+    assert waited[0] == 0  # all of its backward is W, which gathers block by block
+    assert all(0 < count < gathers for count in waited[1:]) or zero == 2
 
 
 def test_shards_within_groups_are_summed_over_the_groups():
