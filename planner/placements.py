@@ -78,6 +78,7 @@ def placements_of(plan: Plan, graph: ModelGraph) -> Placements:
                 ) from None
             if plan.zero and node.kind is Kind.PARAMETER and node.output.requires_grad:
                 _check_is_summed(template, node, layout)
+    _check_inputs(graph, found, mesh)
     return found
 
 
@@ -112,6 +113,23 @@ def _check_is_summed(template: Template, node: Node, layout: Layout) -> None:
                 where=f"{template.name}: {node.name}",
                 fix=f'write "{axis}": "{SUMMED_GRADIENT}", a part of the gradient on every rank, or "zero": 0',
             )
+
+
+def _check_inputs(graph: ModelGraph, placements: Placements, mesh: Mesh) -> None:
+    """Refuse model inputs placed otherwise than ranks get them: the samples of their dp coordinate."""
+    prelude = graph.units[0].template
+    nodes = graph.templates[prelude].of_kind(Kind.INPUT)
+    for node, given in zip(nodes, graph.inputs, strict=True):
+        chosen = placements[prelude].get(node.name, {})
+        for axis in mesh.axes:
+            label = chosen.get(axis.name, str(REPLICATED))
+            wanted = REPLICATED if axis.name != "dp" or given.batch_dim is None else parse_pair(f"S({given.batch_dim})")
+            if parse_pair(label) != wanted:
+                raise AutoparError(
+                    f"the input {given.name} is {label} on {axis.name}, and ranks get it as {wanted}",
+                    where=f"{graph.templates[prelude].name}: {node.name}",
+                    fix=f"leave {axis.name} out of it" if wanted == REPLICATED else f'write "{axis.name}": "{wanted}"',
+                )
 
 
 def _check_label(mesh: Mesh, template: Template, node: Node, axis: str, label: str) -> None:

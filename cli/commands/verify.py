@@ -79,6 +79,12 @@ def verify(
             where=str(file),
             fix="give it more time with --timeout-seconds, or run it on fewer ranks with --shrink",
         )
+    if found.num_values and found.mismatches and not (found.bad_values or found.failure):
+        raise CheckFailed(
+            "all values are those of the original, but other collectives run than the plan lists",
+            where=str(file),
+            fix="plan again with what was edited as pins: an edit by hand leaves the plan's list as it was",
+        )
     if not found.ok:
         raise CheckFailed(
             "the emitted module does not do what the original does",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from autopar.cli.exit_codes import ExitCode
-from autopar.compiler.verify.report import RankFailure, VerifyReport
+from autopar.compiler.verify.report import CollectiveMismatch, RankFailure, VerifyReport
 from autopar.planner.plan import Plan
 
 Run = Callable[..., Any]
@@ -157,3 +157,17 @@ def test_a_rank_that_is_late_is_no_difference(
     assert found.code == ExitCode.CHECK_FAILED
     assert "no answer from rank 0, 1" in found.out
     assert said in found.err
+
+
+def test_other_collectives_are_no_other_values(
+    run: Run, write_plan: Write, example_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = CollectiveMismatch(rank=0, axis="dp", op="all_reduce", num_bytes=64, planned=1, recorded=0)
+    report = VerifyReport(
+        mesh={"dp": 2}, microbatches=1, schedule="none", zero=2, activation_checkpoint="none", dtype="float64",
+        tolerance=1e-9, seconds=1.0, num_values=4, worst={"loss": 0.0}, mismatches=(other,),
+    )  # fmt: skip
+    monkeypatch.setattr("autopar.compiler.verify.verify", lambda *arguments, **options: report)
+    found = run("verify", write_plan(example_plan), "--shrink", "--quiet")
+    assert found.code == ExitCode.CHECK_FAILED
+    assert "all values are those of the original" in found.err

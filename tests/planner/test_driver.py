@@ -1,5 +1,6 @@
 """From a model file to a plan; the expected placements come from the integer program alone."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def test_a_change_of_layout_that_does_not_exist_between_blocks_is_refused():
     edited = {"Linear": {**first, "relu": {"dp": "grad"}}, "Linear1": {**second, "x": {"dp": "P/R"}}}
     with pytest.raises(UnsupportedModel, match="cannot be lowered: there is no conversion from R/P to P/R"):
         program_of(replace(found, placements={**found.placements, **edited}), graph)
+
+
+def test_inputs_that_ranks_do_not_get_so_are_refused():
+    found, graph = plan("mlp", mesh={"pp": 1, "dp": 4, "tp": 2})
+    prelude, inputs = graph.templates[0].name, [node.name for node in graph.templates[0].of_kind(Kind.INPUT)]
+    for axis, label in (("dp", "R/P"), ("tp", "S(0)"), ("tp", "P/R")):
+        placed = found.placements[prelude]
+        chosen = {name: {**at, axis: label} if name in inputs else at for name, at in placed.items()}
+        with pytest.raises(AutoparError, match=f" is {re.escape(label)} on {axis}, and ranks get it as "):
+            placements_of(replace(found, placements={**found.placements, prelude: chosen}), graph)
 
 
 def test_a_parameter_that_zero_would_add_up_too_often_is_refused():
