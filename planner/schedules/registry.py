@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from operator import ge
 from typing import Literal, NamedTuple
 
 from ...cost_models.errors import AutoparError
@@ -149,8 +150,8 @@ def kept_at_once(
 ) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
     """By rank: of how many microbatches its stages, in the order of the model, keep activations at the same time.
 
-    All combinations of which no other has as many on every stage, nor as many of them halfway; the one with most in all
-    comes first. A first stage has none halfway: PyTorch leaves its whole backward to W.
+    All combinations of which no other has as many on every stage, nor as many of them halfway, which takes no less; the
+    one with most in all comes first. A first stage has none halfway: PyTorch leaves its whole backward to W.
     """
     schedule = get_schedule(name)
     if schedule.in_flight is not None and stages_per_rank == 1:
@@ -184,18 +185,18 @@ def _fullest(actions: tuple[Action, ...], stages: tuple[int, ...]) -> tuple[tupl
             seen[tuple(alive.values())] = None
         alive[action.stage] = Alive(untouched, halfway - 1) if halfway else Alive(untouched - 1)
         grows = False
-    fullest = [one for one in seen if not any(other != one and _holds(other, one) for other in seen)]
-    return tuple(sorted(fullest, key=_most_first))
+    # What holds another one comes before it, and one of the fullest holds all that is held at all.
+    fullest: dict[tuple[Alive, ...], tuple[int, ...]] = {}
+    for one in sorted(seen, key=_most_first):
+        sizes = (*(each.total for each in one), *(each.halfway for each in one))
+        if not any(all(map(ge, full, sizes)) for full in fullest.values()):
+            fullest[one] = sizes
+    return tuple(fullest)
 
 
 def _most_first(one: tuple[Alive, ...]) -> tuple[object, ...]:
     totals = [each.total for each in one]
     return -sum(totals), totals, one
-
-
-def _holds(full: tuple[Alive, ...], other: tuple[Alive, ...]) -> bool:
-    """Whether every stage keeps as much in `full`: what is halfway takes no less than what is untouched."""
-    return all(a.total >= b.total and a.halfway >= b.halfway for a, b in zip(full, other, strict=True))
 
 
 def least_passes(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
@@ -224,6 +225,5 @@ def in_flight(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 
 __all__ = [
     "Actions", "Alive", "Schedule", "action_table", "alive_at_most", "get_schedule", "in_flight", "kept_at_once",
-    "least_passes",
-    "possible_counts", "schedule_names", "stages_by_rank",
+    "least_passes", "possible_counts", "schedule_names", "stages_by_rank",
 ]  # fmt: skip

@@ -196,9 +196,16 @@ class Modules:
 
     def owned(self, template: int) -> dict[str, str]:
         """Tensors that every unit of a block's template holds itself; the others are passed to forward."""
-        units = self.units_of(template)
-        first = self.own(units[0])
-        return {node: path for node, path in first.items() if all(self.own(unit).get(node) == path for unit in units)}
+        return self._owned[template]
+
+    @cached_property
+    def _owned(self) -> dict[int, dict[str, str]]:
+        found: dict[int, dict[str, str]] = {}
+        for unit in self.graph.units[1:]:
+            own = self.own(unit)
+            common = found.setdefault(unit.template, own).items()
+            found[unit.template] = {node: path for node, path in common if own.get(node) == path}
+        return found
 
     def passed(self, template: int) -> list[str]:
         """Parameters and buffers of a block that lie outside it, in node order."""
