@@ -9,7 +9,7 @@ the stored dtype.
 | ZeRO-0 | whole | whole | whole | whole, if the dtype differs |
 | ZeRO-1 | whole | whole | split | whole, if the dtype differs |
 | ZeRO-2 | split | split | split | whole: not resharded between forward and backward |
-| ZeRO-3 | split | split | split | of two units: the one that runs and the one fetched ahead |
+| ZeRO-3 | split | split | split | of the unit that runs, the one fetched ahead, and what is outside |
 
 ZeRO-2 and 3 also hold one unit's whole gradient while it is reduced.
 """
@@ -99,9 +99,9 @@ def state_bytes(
 
     `parameter_bytes` are trained parameters as stored (float32), after tp and pp and before dp has split anything;
     `frozen_bytes` other parameters and buffers, held whole. `largest_unit_bytes`: stored bytes of the largest unit that
-    FSDP gathers at once (default: all of them). `kept_bytes`: those of units that are under ZeRO-2 though `zero` is 3,
-    and `largest_freed_bytes` those of the largest other unit. `shard_bytes`: the largest part of the trained parameters
-    that dp leaves (default: an even one).
+    FSDP gathers at once (default: all of them). `kept_bytes`: those that stay gathered though `zero` is 3, of units
+    under ZeRO-2 and of what lies outside units; `largest_freed_bytes`: those of the largest other unit. `shard_bytes`:
+    the largest part of the trained parameters that dp leaves (default: an even one).
 
     Raises:
         ValueError: a ZeRO stage or precision that does not exist.

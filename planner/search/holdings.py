@@ -114,6 +114,13 @@ class Holdings:
         root = self.root_bytes(dp)
         return self.group_bytes(dp) if not root else (*self.group_bytes(dp), (root, -1))
 
+    def largest_block_bytes(self, dp: int) -> int:
+        """The same of the largest of these groups."""
+        counts: Counter[int] = Counter()
+        for size, count in self.block_bytes(dp):
+            counts[size] += count
+        return max((size for size, count in counts.items() if count > 0), default=0)
+
     def cut_bytes(self, dp: int) -> tuple[tuple[int, int], ...]:
         """The same under ZeRO-1 of what dp can split, which is gathered."""
         cut = [(tuple((p, n) for p, n in members if p.dp_dim(1) is not None), times) for members, times in self.groups]

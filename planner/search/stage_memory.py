@@ -33,6 +33,8 @@ class StageMemory:
     ) -> Memory:
         """Peak bytes without activations and overhead. `working_bytes`: of the unit that works with most.
 
+        Under ZeRO-3 FSDP2 holds the parameters of the block that works, of the one fetched ahead, and of the root,
+        which is not resharded until its backward ends (torch 2.13, by groups that are unsharded or on their way).
         Under ZeRO with several microbatches FSDP2 keeps gathered parameters and unreduced gradients until the last
         backward; with one only those of the groups at work.
         """
@@ -46,8 +48,8 @@ class StageMemory:
             optimizer=self.optimizer,
             precision=self.precision,
             largest_unit_bytes=_largest(stored.group_bytes(1)),
-            kept_bytes=sum(size * count for size, count in stored.kept_group_bytes(1)),
-            largest_freed_bytes=_largest(stored.freed.group_bytes(1)),
+            kept_bytes=stored.root_bytes(1) + sum(size * count for size, count in stored.kept_group_bytes(1)),
+            largest_freed_bytes=stored.freed.largest_block_bytes(1),
             shard_bytes=self._shard_bytes(stored, zero),
             frozen_bytes=frozen,
         )

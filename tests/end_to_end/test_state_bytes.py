@@ -79,6 +79,28 @@ def state_bytes(rank: int, world_size: int, package: str, model: str, inputs: st
         dist.destroy_process_group()
 
 
+def gathered_bytes(rank: int, world_size: int, package: str, model: str, inputs: str, store: str) -> int:
+    """The most that FSDP2 holds of gathered parameters in a step: unsharded, or on their way."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    prefetch, most = FSDPParamGroup._backward_prefetch, [0]
+    groups: dict[int, FSDPParamGroup] = {}
+
+    def counted(self):
+        prefetch(self)
+        found = [g for g in groups.values() if g.is_unsharded or g._all_gather_result is not None]
+        most.append(sum(p._orig_size.numel() * 4 for group in found for p in group.fsdp_params))
+
+    def lazy_init(self):
+        groups[id(self)] = self
+        return initialise(self)
+
+    initialise, FSDPParamGroup.lazy_init = FSDPParamGroup.lazy_init, lazy_init
+    FSDPParamGroup._backward_prefetch = counted
+    state_bytes(rank, world_size, package, model, inputs, store)
+    return max(most)
+
+
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param("gpt", {"dp": 2}, {"zero": 0}, marks=SLOW),
@@ -97,6 +119,28 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "mesh", "pins"), CASES)
 def test_state_bytes(tmp_path, model, mesh, pins):
+    plan, found = measured(tmp_path, model, mesh, pins, state_bytes)
+    per_stage = len(found) // plan.mesh["pp"]
+    for index, stage in enumerate(plan.stages):
+        measured_bytes = found[index * per_stage]  # dp rank 0 has the largest shards
+        predicted = {name: stage.memory_bytes[name] for name in measured_bytes}
+        assert predicted == measured_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+def test_gathered_bytes(tmp_path, model):
+    """Two blocks and the root, or all where there are no blocks; beside them the largest group's gradient."""
+    plan, found = measured(tmp_path, model, {"dp": 2}, {"zero": 3, "microbatch_size": 4}, gathered_bytes)
+    sizes = {name: prod(shape) * 4 for name, shape in plan.tensor_shapes.items()}
+    block = sum(size for name, size in sizes.items() if name.startswith("h.*"))
+    root = sum(size for name, size in sizes.items() if not name.startswith("h.*"))
+    assert found == [root + 2 * block] * 2
+    assert plan.stages[0].memory_bytes["gather_buffers"] == found[0] + max(root, block)
+
+
+def measured(tmp_path, model, mesh, pins, on_rank):
+    """A plan, and what every rank of its package measures."""
     import torch
     from autopar.planner.capture.model_file import load_model_file
 
@@ -120,10 +164,6 @@ def test_state_bytes(tmp_path, model, mesh, pins):
     inputs = tmp_path / "inputs.pt"
     torch.save((batch, {v.name: v.batch_dim for v in planned.graph.inputs}), inputs)
     jobs = [(rank, world_size, str(package), model, str(inputs), str(tmp_path / "store")) for rank in range(world_size)]
-    found, failure = run_ranks(state_bytes, jobs, timeout_seconds=300)
+    found, failure = run_ranks(on_rank, jobs, timeout_seconds=300)
     assert failure is None, failure.traceback
-    per_stage = world_size // sizes["pp"]
-    for index, stage in enumerate(planned.plan.stages):
-        measured = found[index * per_stage]  # dp rank 0 has the largest shards
-        predicted = {name: stage.memory_bytes[name] for name in measured}
-        assert predicted == measured
+    return planned.plan, found
