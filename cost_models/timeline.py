@@ -102,7 +102,7 @@ class ActionTable:
             raise ValueError(f"the schedule deadlocks: ranks wait at {', '.join(stuck)}")
         return tuple(steps)
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return 1 + max((action.stage for actions in self.by_rank for action in actions), default=-1)
 

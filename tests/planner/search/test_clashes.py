@@ -93,12 +93,16 @@ CASES = [
      ["batch-shares=3,1", "zero=2", "stages-per-rank=2"], "as its microbatches come"),
     ({"batch_shares": (3,)}, ["batch-shares=3"], "two or more"),
     ({"microbatch_size": 6, "batch_shares": (3, 1)}, ["batch-shares=3,1", "microbatch-size=6"], "do not deal out 2"),
-    ({"schedule": "zero-bubble", "zero": 3}, ["schedule zero-bubble", "zero 3"], "ZeRO-3"),
-    ({"schedule": "zero-bubble", "activation_checkpoint": "full"},
-     ["schedule zero-bubble", "activation-checkpoint full"], "again"),
     ({"pp": 2, "dp": 4, "schedule": "sequential", "microbatch_size": 1},
      ["schedule=sequential", "microbatch-size=1"], "one microbatch"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more", [{"zero": 3}, {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}]
+)
+def test_split_backwards_go_with_every_policy(more):
+    assert refusal({"pp": 2, "schedule": "zero-bubble", **more}) is None
 
 
 @pytest.mark.parametrize(("chosen", "names", "reason"), CASES, ids=lambda value: str(value) if value else "-")
