@@ -33,7 +33,6 @@ _MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
 _MOST_TRIES = 8  # assignments of a program whose memory is then found to be too large
 _ALL_CHOICES = 3000  # of all programs of one search
 _WORTH = 0.01  # of the gap: where programs could close no more of it, none is built
-_LARGE = 200  # choices of a program from which on what it takes grows as their square
 
 Cut = tuple[tuple[int, int], ...]
 
@@ -65,10 +64,9 @@ class Refiner:
             return None
         joint = joint_problem(self.leaves, uses)
         size = joint.num_choices
-        work = max(size, size * size // _LARGE)
-        if size > _MOST_CHOICES or self.spent + work > _ALL_CHOICES:
+        if size > _MOST_CHOICES or self.spent + size > _ALL_CHOICES:
             return None
-        self.spent += work
+        self.spent += size
         return joint
 
     @cached_property
