@@ -8,10 +8,11 @@ from ..checkpointing import Checkpointing
 from ..schedules import alive_at_most, get_schedule
 from ..zero import Zero
 from .assignment import NoAssignment
+from .cutting import Cutting
 from .evaluate import Evaluator
 from .policies import Pipeline
 from .rank_speeds import Devices
-from .stages_ilp import Cutting, best_cut
+from .stages_ilp import best_cut
 
 Stages = tuple[tuple[int, int], ...]
 _CUT_SECONDS = 20.0  # that the solver may take for one cut

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from .batch_shares import Sharing, pinned_shares
 from .rank_speeds import RankSpeeds
-from .stage_costs import StageCost
+from .stage_cost import StageCost
 
 _NEGLIGIBLE = 1e-9  # of the seconds of even shares
 

@@ -25,7 +25,8 @@ from .fsdp_collectives import gathers_waited_for
 from .pipeline_buffers import buffered, microbatches_kept
 from .prices import Prices, edge_of, slowest_of_nodes
 from .rank_speeds import RankSpeeds
-from .stage_costs import PricedStage, StageCost, StageCosts
+from .stage_cost import PricedStage, StageCost
+from .stage_costs import StageCosts
 from .unit_costs import Seconds, UnitCost
 from .unit_kinds import UnitKinds
 

@@ -18,7 +18,7 @@ from .least_recompute import least_recomputed
 from .mesh_bounds import fewest_passes
 from .policies import Pipeline
 from .prices import slowest_of_nodes
-from .stage_costs import StageCost
+from .stage_cost import StageCost
 from .stages_ilp import least_fullest
 
 _ROUNDING = 1e-12  # of sums of seconds

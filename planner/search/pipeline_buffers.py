@@ -9,7 +9,7 @@ from ...cost_models.stacks import Stack
 from ..capture.graph import ITEM_BYTES
 from ..schedules import Alive
 from ..sharding.program import Compute, ModelProgram
-from .stage_costs import PricedStage
+from .stage_cost import PricedStage
 
 _LOSS = "aten.cross_entropy_loss.default"
 

@@ -19,7 +19,7 @@ from ....planner.zero import FREED, zero_text
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import LINE_WIDTH, comment, layout, literal, numbers, quote
-from . import module_functions, step_functions, zero1_functions
+from . import module_functions, pipeline_functions, step_functions, zero1_functions
 from .blocks import block_class
 from .modules import Modules
 from .options import Options
@@ -349,7 +349,7 @@ def _pipeline(modules: Modules) -> str:
     """The function that wraps a stage for torch's schedule, with the shapes that cross its edges."""
     stages = modules.model.stages
     last = len(stages) - 1
-    return step_functions.pipeline(
+    return pipeline_functions.pipeline(
         [_shapes(modules, stage.received) for stage in stages],
         [_shapes(modules, stage.sent if stage.index < last else (modules.graph.loss,)) for stage in stages],
         schedule=modules.options.schedule,

@@ -25,7 +25,7 @@ from autopar.planner.search.placements_ilp import solve
 from autopar.planner.search.prices import Prices, in_precision
 from autopar.planner.search.problem import build_problem
 from autopar.planner.search.space import Rules, Space
-from autopar.planner.search.stage_costs import PricedStage, StageCost
+from autopar.planner.search.stage_cost import PricedStage, StageCost
 from autopar.planner.search.stage_memory import StageMemory
 from autopar.planner.search.step_collectives import stage_values
 from autopar.planner.search.step_uses import Uses

@@ -7,7 +7,10 @@ from math import inf
 
 import pytest
 from autopar.planner.search.assignment import NoAssignment
-from autopar.planner.search.stages_ilp import Cutting, best_cut, cut_by_ilp, cut_by_search, cut_evenly, objective
+from autopar.planner.search.cutting import Cutting, objective
+from autopar.planner.search.filling import cut_evenly
+from autopar.planner.search.stages_ilp import best_cut, cut_by_ilp
+from cut_oracle import cut_by_search
 
 
 def random_cutting(seed: int) -> Cutting:
