@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..cost_models.stacks import load_stack, stack_names
+from ..cost_models.hardware.toml_file import is_path
+from ..cost_models.stacks import load_stack
 from ..planner.capture.graph import ModelGraph
 from ..planner.driver import program_of
+from ..planner.edits import completed, priced_again
 from ..planner.errors import AutoparError
 from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json, rounded
 from ..planner.search.split_backward import loses_weights
-from .exporters.pytorch import Provenance, options_of, render_files
+from .exporters.pytorch import Options, Provenance, options_of, render_files
 from .interrupts import interrupts_held
 from .launchers.torchrun import render_training
-from .lower import lower
+from .lower import LoweredModel, lower
 
 EXECUTABLE = ("launch.sh",)
 
@@ -30,14 +32,7 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
         AutoparError: the plan does not fit the model, or holds something that cannot be written.
     """
     plan = rounded(plan)  # emitted again from the file it is the same text
-    model = lower(program_of(plan, graph), [(stage.first, stage.last) for stage in plan.stages])
-    options = options_of(plan)
-    if reason := loses_weights(model.program, plan.schedule, [(stage.first, stage.last) for stage in plan.stages]):
-        raise AutoparError(
-            reason,
-            where="plan.json: schedule, stages",
-            fix="choose a schedule that does not split the backward, such as 1f1b or interleaved",
-        )
+    model, options = _checked(plan, graph)
     source = f"{Path(plan.model.path).name}:{plan.model.name}"
     provenance = Provenance(version=plan.autopar_version, source=source, plan=plan.fingerprint[:12])
     return {
@@ -47,13 +42,37 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
     }
 
 
+def _checked(plan: Plan, graph: ModelGraph) -> tuple[LoweredModel, Options]:
+    """The plan's programs and policies, if code can be written for them."""
+    stages = [(stage.first, stage.last) for stage in plan.stages]
+    model, options = lower(program_of(plan, graph), stages), options_of(plan)
+    if reason := loses_weights(model.program, plan.schedule, stages):
+        raise AutoparError(
+            reason,
+            where="plan.json: schedule, stages",
+            fix="choose a schedule that does not split the backward, such as 1f1b or interleaved",
+        )
+    return model, options
+
+
+def after_edits(plan: Plan, graph: ModelGraph) -> Plan:
+    """The plan of a file with all that follows from its decisions, which a person may have changed.
+
+    Raises:
+        AutoparError: as `render_package`.
+    """
+    plan = completed(plan, graph)
+    _checked(plan, graph)  # what cannot be written is not priced
+    return priced_again(plan, graph)
+
+
 def check_stack(stack: str) -> None:
     """What a plan is priced for can be written: the package multiplies in the plan's precision.
 
     Raises:
         AutoparError: the stack multiplies in 8 bits.
     """
-    if stack not in stack_names() and Path(stack).is_file() and load_stack(stack).products == "float8":
+    if load_stack(stack).products == "float8":
         raise AutoparError(
             "products in float8 are predicted, not emitted: the package multiplies in the plan's precision",
             where=f"--stack {stack}",
@@ -72,7 +91,7 @@ def emit_package(
         AutoparError: the plan's stack cannot be written, or `out` is a file, holds files and `force` is off, or cannot
             be written.
     """
-    check_stack(plan.stack)
+    check_stack(os.path.normpath(out / plan.stack) if is_path(plan.stack) else plan.stack)
     files = render_package(plan, graph, folder=out)
     if progress is not None:
         progress(f"writing {out}")
@@ -142,4 +161,4 @@ def check_folder(out: Path, *, force: bool) -> None:
         )
 
 
-__all__ = ["check_folder", "emit_package", "render_package", "write_files"]
+__all__ = ["after_edits", "check_folder", "emit_package", "render_package", "write_files"]

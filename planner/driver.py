@@ -168,18 +168,33 @@ def plan_graph(
 
 def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
     """The answer of the search as data."""
-    from .search.step_collectives import expected_collectives
-
-    graph, best = setting.graph, found.best
-    program = model_program(graph, best.placements, best.mesh)
-    path, name = split_model(request.model)
-    tensors, shapes = tensor_patterns(graph, best)
-    notes = list(graph.notes)
+    best = found.best
+    notes = list(setting.graph.notes)
     if found.batch.obstacle and best.mesh.dp * best.mesh.pp > 1:
         notes.append(f"one microbatch: {found.batch.obstacle}")
     step = best.cost.step_seconds
     gap = (step - found.bound_seconds) / step if step else 0.0
-    status = "optimal" if gap <= 1e-9 else ("within gap" if found.is_complete else "time limit")
+    solver = SolverReport(
+        solver="HiGHS",
+        status="optimal" if gap <= 1e-9 else ("within gap" if found.is_complete else "time limit"),
+        bound_seconds=found.bound_seconds,
+        gap_fraction=gap,
+        candidates=found.considered,
+        solved=found.solved,
+        exact=setting.exact,
+    )
+    plan = plan_of(request, setting, best, solver)
+    return replace(plan, alternatives=alternatives(found), pins=_pins(setting), notes=tuple(notes))
+
+
+def plan_of(request: PlanRequest, setting: Setting, best: Candidate, solver: SolverReport) -> Plan:
+    """A priced choice as data, without what it was compared with."""
+    from .search.step_collectives import expected_collectives
+
+    graph = setting.graph
+    program = model_program(graph, best.placements, best.mesh)
+    path, name = split_model(request.model)
+    tensors, shapes = tensor_patterns(graph, best)
     return Plan(
         autopar_version=version("autopar"),
         torch_version=version("torch"),
@@ -230,7 +245,7 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
         },
         tensors=tensors,
         tensor_shapes=shapes,
-        step_seconds=step,
+        step_seconds=best.cost.step_seconds,
         bubble_fraction=best.cost.bubble_fraction,
         memory_capacity_bytes=min(best.hbm_bytes),
         collectives=expected_collectives(
@@ -241,18 +256,9 @@ def write_plan(request: PlanRequest, setting: Setting, found: Found) -> Plan:
             activation_checkpoint=best.activation_checkpoint,
         ),
         time_breakdown_seconds=dict(best.cost.breakdown),
-        alternatives=alternatives(found),
-        solver=SolverReport(
-            solver="HiGHS",
-            status=status,
-            bound_seconds=found.bound_seconds,
-            gap_fraction=gap,
-            candidates=found.considered,
-            solved=found.solved,
-            exact=setting.exact,
-        ),
-        pins=_pins(setting),
-        notes=tuple(notes),
+        alternatives=(),
+        solver=solver,
+        pins={},
         rank_memory_bytes=tuple(map(dict, best.cost.rank_memory)) if len(best.stages) > best.mesh.pp else (),
     )
 

@@ -23,6 +23,7 @@ _CHECKPOINT = {
 }
 
 _GRADIENT_BYTES = 4  # of one parameter; gradients are kept in fp32
+REPRICED = "priced again"  # status of a plan that changed since the search, whose bound says nothing of it
 _STATUS = {"optimal": "proven optimal", "within gap": "search complete", "time limit": "stopped at the time limit"}
 
 
@@ -64,6 +65,15 @@ def setting_line(plan: Plan) -> str:
 def prediction_line(plan: Plan) -> str:
     rate = f", {_format_rate(plan.batch_size / plan.step_seconds)} samples/s" if plan.step_seconds else ""
     return f"{format_seconds(plan.step_seconds)} a step{rate}"
+
+
+def repriced_line(before: Plan, after: Plan) -> str:
+    """What pricing again has changed, and whether the plan still fits."""
+    _, memory = _fullest(after)
+    used, room = memory["total"], after.memory_capacity_bytes
+    steps = " -> ".join(f"{format_seconds(plan.step_seconds)}" for plan in (before, after))
+    lack = ", which does not fit" if used > room else ""
+    return f"{steps} a step, {format_bytes(used)} of {format_bytes(room)} on the fullest GPU{lack}"
 
 
 def _format_rate(rate: float) -> str:
@@ -227,6 +237,8 @@ def _ratio(plan: Plan, other: Alternative) -> str:
 def solver_line(plan: Plan) -> str:
     """How good the answer is, and how it was found."""
     solver = plan.solver
+    if solver.status == REPRICED:
+        return "priced again since the search: it was edited, or autopar has changed; how near to the best is not known"
     way = "jointly" if solver.exact else "axis by axis"
     programs = "1 program" if solver.solved == 1 else f"{solver.solved} programs"
     return (
@@ -286,6 +298,8 @@ def _memory_sentences(plan: Plan) -> tuple[str, ...]:
     )
     what = f", {size / max(memory['total'], 1):.0%} of it {name.replace('_', ' ')}" if name else ""
     binding = "Memory nearly binds" if fraction > 0.9 else "Memory does not bind"
+    if fraction > 1:
+        binding = "Memory does not suffice"
     return (
         f"{binding}: {_where(plan)} {index} needs {format_bytes(memory['total'])} of "
         f"{format_bytes(plan.memory_capacity_bytes)}{what}.",

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..cost_models.hardware.toml_file import is_path
 from .blocks import expanded
 from .checkpointing import MIXED
 from .errors import AutoparError
@@ -84,7 +85,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def relative_to(plan: Plan, folder: Path) -> Plan:
-    """The plan as it is written into `folder`: paths of the model (and of a cluster file) are counted from there."""
+    """The plan as it is written into `folder`: paths of the model (of cluster and stack files too) count from there."""
 
     def move(file: str) -> str:
         try:
@@ -96,8 +97,8 @@ def relative_to(plan: Plan, folder: Path) -> Plan:
 
 
 def _moved(plan: Plan, move: Callable[[str], str]) -> Plan:
-    cluster = move(plan.cluster) if plan.cluster.endswith(".toml") else plan.cluster
-    return replace(plan, cluster=cluster, model=replace(plan.model, path=move(plan.model.path)))
+    cluster, stack = (move(text) if is_path(text) else text for text in (plan.cluster, plan.stack))
+    return replace(plan, cluster=cluster, stack=stack, model=replace(plan.model, path=move(plan.model.path)))
 
 
 def rounded(plan: Plan) -> Plan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from .blocks import written
 from .errors import AutoparError
 from .plan import Plan
 from .sharding.mesh import AXES
@@ -104,6 +106,27 @@ def _whole(text: str | None, name: str, where: str) -> int | None:
     if not (text.isascii() and text.isdigit()):
         raise AutoparError(f"pin {name} is {text!r}", where=where, fix="give a whole number")
     return int(text)
+
+
+def command_of(plan: Plan) -> str:
+    """The command that plans the same decision anew, with all of it pinned that has an option."""
+    options = [("gpus", plan.gpus), ("batch-size", plan.batch_size), ("cluster", plan.cluster)]
+    options += [(name.replace("_", "-"), f"{value:g}") for name, value in plan.cluster_overrides.items()]
+    options += [("precision", plan.precision), ("optimizer", plan.optimizer), ("stack", plan.stack)]
+    options += [("set", f"{key}={value}") for key, value in plan.model.arguments.items()]
+    options += [("input", f"{name}={text}") for name, text in plan.model.inputs.items()]
+    options += [("slow", text) for text in plan.pins.get("slow", "").split(",") if text]
+    options.append(("mesh", ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())))
+    options.append(("microbatch-size", plan.batch_size // (plan.mesh.get("dp", 1) * plan.microbatches)))
+    if plan.batch_shares:
+        options.append(("batch-shares", ",".join(map(str, plan.batch_shares))))
+    options += [("schedule", plan.schedule), ("stages-per-rank", plan.stages_per_rank)]
+    options.append(("zero", written(plan.zero_by_block) or plan.zero))
+    if plan.zero_shard_size:
+        options.append(("zero-shard-size", plan.zero_shard_size))
+    options.append(("activation-checkpoint", written(plan.checkpoint_by_block) or plan.activation_checkpoint))
+    model = f"{plan.model.path}:{plan.model.name}" if plan.model.name else plan.model.path
+    return " ".join(["autopar plan", shlex.quote(model), *(f"--{name} {shlex.quote(str(x))}" for name, x in options)])
 
 
 def graph_of(plan: Plan) -> ModelGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from dataclasses import asdict
 from enum import Enum
@@ -83,7 +84,8 @@ def verify(
         raise CheckFailed(
             "all values are those of the original, but other collectives run than the plan lists",
             where=str(file),
-            fix="plan again with what was edited as pins: an edit by hand leaves the plan's list as it was",
+            fix=f"write the package of the plan as it is now, and its list anew: "
+            f"autopar emit {shlex.quote(str(file))} --force",
         )
     if not found.ok:
         raise CheckFailed(

@@ -12,7 +12,7 @@ from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, GIB
 from .cluster import GIGABIT, Cluster, Link, Network, NodeGroup, parse_link, parse_network
 from .gpu import Gpu, parse_gpu
-from .toml_file import Table, nearest, open_table
+from .toml_file import Table, is_path, nearest, open_table
 
 _FOLDER = Path(__file__).parent
 
@@ -31,12 +31,8 @@ def cluster_names() -> tuple[str, ...]:
     return _names("clusters")
 
 
-def _is_path(name_or_path: str) -> bool:
-    return name_or_path.endswith(".toml") or "/" in name_or_path
-
-
 def _find(name_or_path: str, folder: str, what: str) -> Path:
-    if _is_path(name_or_path):
+    if is_path(name_or_path):
         return Path(name_or_path)
     names = _names(folder)
     if folder == "clusters" and name_or_path not in names and name_or_path in gpu_names():
@@ -217,4 +213,4 @@ def _gpu_of(table: Table, path: Path) -> Gpu:
     if isinstance(table.data.get("gpu"), dict):
         return parse_gpu(path.stem, table.table("gpu"))
     name = table.text("gpu")
-    return load_gpu(str(path.parent / name) if _is_path(name) else name)
+    return load_gpu(str(path.parent / name) if is_path(name) else name)

@@ -19,6 +19,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(names)}"
 
 
+def is_path(name_or_path: str) -> bool:
+    """Whether a file is meant, not a name of the catalogue."""
+    return name_or_path.endswith(".toml") or "/" in name_or_path
+
+
 def read_toml(path: Path) -> dict[str, object]:
     """Parse a TOML file.
 

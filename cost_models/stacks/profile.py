@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import AutoparError
-from ..hardware.toml_file import nearest, read_toml
+from ..hardware.toml_file import is_path, nearest, read_toml
 
 _FOLDER = Path(__file__).parent
 
@@ -130,7 +130,7 @@ def load_stack(name_or_path: str) -> Stack:
     Raises:
         AutoparError: no such stack, or a file with an unknown key or choice.
     """
-    if name_or_path.endswith(".toml") or "/" in name_or_path:
+    if is_path(name_or_path):
         path = Path(name_or_path)
     elif name_or_path in stack_names():
         path = _FOLDER / f"{name_or_path}.toml"

@@ -269,6 +269,18 @@ class Pricer:
         except CannotLower:
             return None
 
+    def whole(
+        self,
+        mesh: Mesh,
+        placements: Placements,
+        stages: Stages,
+        schedule: str,
+        zero: Zero,
+        checkpoint: Checkpointing,
+    ) -> Candidate:
+        """A choice of everything, as it is."""
+        return self.simulated(self._costed(self.evaluator(mesh, placements), stages, schedule, zero, checkpoint, inf))
+
     def simulated(self, candidate: Candidate) -> Candidate:
         """With the whole step simulated, though others are faster or it does not fit."""
         if candidate.cost.is_simulated:

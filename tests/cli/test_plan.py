@@ -69,6 +69,15 @@ def test_cluster_file_is_found_from_elsewhere(run: Run, folder: Path) -> None:
     assert (folder / "other" / "launch.sh").read_bytes() == (folder / "deep" / "out" / "launch.sh").read_bytes()
 
 
+def test_stack_file_is_found_from_elsewhere(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mine.toml").write_text('description = "d"\nsource = "s"\nfusion = "eager"\nfloat32_matmul = "ieee"\n')
+    assert run("plan", "net.py", "--gpus", "1", "--stack", "mine.toml", "--out", "deep/out", "-q").code == ExitCode.DONE
+    monkeypatch.chdir("/")
+    found = run("emit", folder / "deep" / "out" / "plan.json", "--force")
+    assert found.code == ExitCode.DONE, found.err
+    assert "priced again" not in found.err
+
+
 def test_what_plan_prints(run: Run, folder: Path) -> None:
     found = run("plan", "net.py:build", "--gpus", "2", "--mesh", "tp=2", "--batch-size", "16")
     assert found.code == ExitCode.DONE, found.err
@@ -118,6 +127,33 @@ def test_emit_writes_the_same_again(run: Run, planned: Path, folder: Path) -> No
     assert found.code == ExitCode.DONE, found.err
     assert {Path(name).name for name in json.loads(found.out)["files"]} == set(files(planned))
     assert files(folder / "again") == files(planned)
+
+
+@pytest.mark.gloo
+def test_emit_lists_anew_what_follows_from_an_edit(run: Run, folder: Path) -> None:
+    assert run("plan", "net.py", "--gpus", "2", "--mesh", "dp=2", "--zero", "0", "--quiet").code == ExitCode.DONE
+    file = folder / "net-autopar" / "plan.json"
+    before = file.read_text()
+    (folder / "before.json").write_text(before.replace('"../net.py"', '"net.py"'))
+    plan = json.loads(before)
+    assert (plan["zero"], plan["microbatches"]) == (0, 1)
+    file.write_text(json.dumps({**plan, "zero": 3, "microbatches": 2}))
+    stale = run("verify", file, "--quiet")  # the package is the old one
+    assert stale.code == ExitCode.CHECK_FAILED
+    assert f"autopar emit {file} --force" in stale.err
+    emitted = run("emit", file, "--force")
+    assert emitted.code == ExitCode.DONE, emitted.err
+    assert "priced again: " in emitted.err
+    found = run("verify", file, "--quiet")
+    assert found.code == ExitCode.DONE, found.err + found.out
+    assert "microbatches=2 schedule=none zero=3" in found.out
+    differing = run("diff", "before.json", file)
+    for line in ("step time ", "communication.dp ", "microbatches  1    2", "zero          0    3"):
+        assert line in differing.out
+    assert "priced again since the search" in run("explain", file).out
+    again = file.read_bytes()
+    assert "priced again" not in run("emit", file, "--force").err
+    assert file.read_bytes() == again
 
 
 def test_emit_checks_an_edited_plan(run: Run, planned: Path) -> None:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 from autopar.planner.errors import AutoparError
-from autopar.planner.explain import comparison, decision_line, explanations, setting_line
+from autopar.planner.explain import comparison, decision_line, explanations, repriced_line, setting_line
 from autopar.planner.gradient_sync import gradient_sync_table
 from autopar.planner.plan import Plan
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
@@ -33,6 +33,14 @@ def test_says_which_parallelism_the_model_favours(example_plan: Plan) -> None:
         memory = {**stage.memory_bytes, "activations": max(1, activations // plan.microbatches)}
         changed = replace(plan, stages=(replace(stage, memory_bytes=memory),), mesh={"pp": 1, "dp": 8, "tp": 1})
         assert leans in " ".join(explanations(changed))
+
+
+def test_says_where_memory_does_not_suffice(example_plan: Plan) -> None:
+    plan = replace(example_plan, memory_capacity_bytes=7 * 2**30)
+    assert "Memory does not suffice: stage 0 needs 8 GiB of 7 GiB" in " ".join(explanations(plan))
+    assert repriced_line(example_plan, replace(plan, step_seconds=0.3)) == (
+        "150 ms -> 300 ms a step, 8 GiB of 7 GiB on the fullest GPU, which does not fit"
+    )
 
 
 def test_compares_with_a_plan_of_the_user(example_plan: Plan) -> None:

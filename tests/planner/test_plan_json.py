@@ -186,14 +186,20 @@ def test_line_of_a_syntax_error(example_plan: Plan) -> None:
 def test_paths_follow_the_file(example_plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "gpt-autopar").mkdir()
     model = tmp_path / "gpt.py"
-    plan = replace(example_plan, cluster=str(tmp_path / "my.toml"), model=replace(example_plan.model, path=str(model)))
+    plan = replace(
+        example_plan,
+        cluster=str(tmp_path / "my.toml"),
+        stack=str(tmp_path / "own.toml"),
+        model=replace(example_plan.model, path=str(model)),
+    )
     written = relative_to(plan, tmp_path / "gpt-autopar")
     assert written.model.path == "../gpt.py"
-    assert written.cluster == "../my.toml"
+    assert (written.cluster, written.stack) == ("../my.toml", "../own.toml")
     file = tmp_path / "gpt-autopar" / "plan.json"
     file.write_text(plan_to_json(written))
     assert read_plan(file).model.path == str(model)
     assert read_plan(file).cluster == str(tmp_path / "my.toml")
+    assert read_plan(file).stack == str(tmp_path / "own.toml")
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from autopar.planner.errors import AutoparError
-from autopar.planner.replay import parse_mesh
+from autopar.planner.plan import Plan
+from autopar.planner.replay import command_of, parse_mesh
 
 
 def test_mesh() -> None:
@@ -27,3 +30,20 @@ def test_mesh() -> None:
 def test_bad_mesh(text: str, what: str) -> None:
     with pytest.raises(AutoparError, match=what):
         parse_mesh(text, where="--mesh")
+
+
+def test_the_command_of_a_decision(example_plan: Plan) -> None:
+    plan = replace(
+        example_plan,
+        zero=3,
+        zero_by_block={"h.{0..3}": 2, "h.{4..7}": 3},
+        cluster_overrides={"hbm_gib": 40.0},
+        pins={"slow": "rank=3:1.5"},
+        batch_shares=(5, 3),
+    )
+    assert command_of(plan) == (
+        "autopar plan gpt.py:build --gpus 8 --batch-size 16 --cluster h100-sxm --hbm-gib 40 --precision fp32 "
+        "--optimizer adamw --stack eager --set preset=tiny --slow rank=3:1.5 --mesh pp=2,dp=2,tp=2 --microbatch-size 2 "
+        "--batch-shares 5,3 --schedule 1f1b --stages-per-rank 1 --zero 'h.{0..3}=2,h.{4..7}=3' "
+        "--activation-checkpoint none"
+    )
