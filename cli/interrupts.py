@@ -53,6 +53,14 @@ def interruptible() -> Iterator[None]:
         os.close(heard)
 
 
+def keyboard_interrupt(end: SystemExit) -> KeyboardInterrupt | None:
+    """The `KeyboardInterrupt` that typer has made this end of, None if there was none."""
+    error: BaseException | None = end
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _raise(number: int, frame: object) -> None:
     raise Interrupted
 
@@ -77,4 +85,4 @@ def _end() -> None:
     os._exit(ExitCode.INTERRUPTED)
 
 
-__all__ = ["Interrupted", "interruptible"]
+__all__ = ["Interrupted", "interruptible", "keyboard_interrupt"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .exit_codes import ExitCode
-from .interrupts import Interrupted, interruptible
+from .interrupts import Interrupted, interruptible, keyboard_interrupt
 
 # Objects made until young ones are looked through, and how often older ones are: a search makes millions and frees most
 # without help; at Python's own settings looking for garbage takes a tenth of it.
@@ -47,8 +47,20 @@ def _run(arguments: Sequence[str] | None) -> int:
         print_error(error)
         return error.exit_code
     except SystemExit as end:
+        if (interrupt := keyboard_interrupt(end)) is not None:
+            sys.stderr.write(f"interrupted{_place(interrupt)}\n")
         return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.BUG
     return ExitCode.DONE
+
+
+def _place(interrupt: KeyboardInterrupt) -> str:
+    """Where a model raised it: a Ctrl-C raises `Interrupted`."""
+    if "torch" not in sys.modules:
+        return ""
+    from ..planner.capture.user_lines import raising
+
+    where = raising(interrupt)
+    return f": the model raised KeyboardInterrupt\n  where: {where}" if where else ""
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ..errors import UnsupportedModel
 from .evaluation import evaluate
 from .graph import Kind, ModelGraph
 from .model_file import LoadedModel
-from .step import run_step, sample_inputs
+from .step import StepFails, run_step, sample_inputs
 
 MAX_PARAMETERS = 50_000_000
 MAX_VALUE_BYTES = 1 << 30  # of all values of a forward together
@@ -91,8 +91,10 @@ def _child(graph: ModelGraph, loaded: LoadedModel, seed: int, sender: Connection
         sender.send(f"{NOT_COMPARED}: {type(error).__name__}: {error}")
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     """Kernels that the CPU lacks are a note; anything else would raise in training too."""
+    if isinstance(error, StepFails):
+        return f"{FAILS}fails: {error.what} ({error.where})"
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     lacks = ("not implemented for", "out of memory", "allocate memory")
     if isinstance(error, NotImplementedError | MemoryError) or any(words in text for words in lacks):
@@ -112,7 +114,7 @@ def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | N
     try:
         loss = run_step(loaded, module, sample)
         loss.backward()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # of the model's own: Ctrl-C raises another
         return _raised(error)
     wanted = {fqn: parameter.grad for fqn, parameter in module.named_parameters() if parameter.requires_grad}
     if not_finite := _not_finite({"the loss": loss, **{f"the gradient of {fqn}": g for fqn, g in wanted.items()}}):
@@ -133,7 +135,7 @@ def compare(graph: ModelGraph, loaded: LoadedModel, *, seed: int = 0) -> str | N
     torch.manual_seed(seed)
     try:
         loss = run_step(loaded, module, sample)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return _raised(error)
     torch.manual_seed(seed)
     return _loss(evaluate(graph, tensors, sample.tensors).loss, loss, tolerance, of=" of a second step")

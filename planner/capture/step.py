@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import AutoparError, UnsupportedModel
 from .model_file import Inputs, LoadedModel
+from .user_lines import calling_itself, raising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,16 @@ def _num_positional(function: Callable[..., object], args: tuple[object, ...]) -
     return min(len(args), len(_positional_names(function)))
 
 
+class StepFails(UnsupportedModel):
+    """The user's step fails by itself: no other way to capture it would help."""
+
+
 class TrainingStep(nn.Module):
-    """forward(*tensors) -> the scalar loss of one step of the user's module."""
+    """forward(*tensors) -> the scalar loss of one step of the user's module.
+
+    Raises:
+        StepFails: it ends the program, calls itself without end, or returns no scalar.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[..., object] | None, layout: InputLayout) -> None:
         super().__init__()
@@ -73,6 +83,21 @@ class TrainingStep(nn.Module):
         self._layout = layout
 
     def forward(self, *tensors: Tensor) -> Tensor:
+        try:
+            return self._loss_of(tensors)
+        except SystemExit as error:
+            what = f"the model ends the program: SystemExit({error.code!r})"
+            raise StepFails(what, where=raising(error), fix="raise an error of another kind, or none") from None
+        except RecursionError as error:
+            if where := calling_itself(error):
+                raise StepFails(
+                    f"the model calls itself without end, or deeper than the {sys.getrecursionlimit()} calls of Python",
+                    where=where,
+                    fix="end the recursion, or write it as a loop",
+                ) from None
+            raise
+
+    def _loss_of(self, tensors: Iterable[Tensor]) -> Tensor:
         args, kwargs = self._layout.inputs(tensors)
         taken = _num_positional(self.model.forward, args)
         output = self.model(*args[:taken], **_accepted(self.model.forward, kwargs))
@@ -129,7 +154,7 @@ def _scalar(output: object) -> Tensor:
     got = type(output).__name__
     if isinstance(output, Tensor):
         got = f"a tensor of {str(output.dtype).removeprefix('torch.')} and shape {list(output.shape)}"
-    raise UnsupportedModel(
+    raise StepFails(
         f"the model returns {got}: there is no scalar loss to train with",
         where="the result of forward, or of loss(output, *inputs)",
         fix="return the loss, an output with .loss, or define loss(output, *inputs) in the model file",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import sysconfig
 import traceback
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import torch
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
-_OURS = (TORCH, HERE)
+_PACKAGES = (str(Path(__file__).parents[2] / name) for name in ("cli", "compiler", "cost_models", "planner"))
+_OURS = (TORCH, *_PACKAGES)
+_PYTHON = sysconfig.get_path("stdlib")
 _CALLER = str(Path(__file__).parent / "step.py")  # calls the user's program
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -37,6 +41,29 @@ def in_frames(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's code in an extracted stack; "" where there is none."""
     ours = [f for f in frames if not f.filename.startswith(_OURS) and f.lineno is not None]
     return line(ours[-1].filename, ours[-1].lineno or 0, ours[-1].name) if ours else ""
+
+
+def raising(error: BaseException) -> str:
+    """The innermost line of the user's, or of a library that is not torch, that an error came through; "" for none."""
+    return in_frames(traceback.StackSummary.from_list([f for f in _frames(error) if _is_theirs(f.filename)]))
+
+
+def calling_itself(error: RecursionError) -> str:
+    """The line by which a function, none of torch or of Python, calls itself so often; "" where there is none."""
+    lines = Counter((f.filename, f.lineno, f.name) for f in _frames(error) if _is_theirs(f.filename))
+    if not lines:
+        return ""
+    (file, number, name), count = lines.most_common(1)[0]
+    return line(file, number or 0, name) if count > 1 else ""
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    return traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+
+
+def _is_theirs(file: str) -> bool:
+    is_python = file.startswith(("<", _PYTHON)) and "site-packages" not in file
+    return not is_python and not file.startswith(_OURS)
 
 
 def running() -> str:

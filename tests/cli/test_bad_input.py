@@ -140,6 +140,21 @@ def test_bad_input(run: Run, folder: Path, name: str) -> None:
     assert listing(folder) == before
 
 
+@pytest.mark.parametrize("place", ["forward", "build", "import"])
+def test_a_model_that_interrupts_itself(run: Run, folder: Path, place: str) -> None:
+    """Code 130 is that of Ctrl-C; a model's own interrupt is said to be one."""
+    texts = {
+        "forward": MODEL.replace("return self.head", "raise KeyboardInterrupt\n        return self.head"),
+        "build": MODEL.replace("return Net(", "raise KeyboardInterrupt\n    return Net("),
+        "import": "raise KeyboardInterrupt\n" + MODEL,
+    }
+    (folder / "stops.py").write_text(texts[place])
+    found = run("plan", "stops.py", "--gpus", "1", "--quiet")
+    assert (found.code, found.out) == (ExitCode.INTERRUPTED, "")
+    assert found.err.startswith("interrupted: the model raised KeyboardInterrupt\n  where: stops.py:")
+    assert f" in {'<module>' if place == 'import' else place}: raise KeyboardInterrupt" in found.err
+
+
 def test_what_a_model_prints_is_no_part_of_the_answer(run: Run, folder: Path) -> None:
     (folder / "loud.py").write_text(
         "print('imported')\n" + MODEL.replace("super().__init__()", "super().__init__(); print('built')")

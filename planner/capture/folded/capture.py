@@ -15,7 +15,7 @@ from ..export_guards import quiet, refusing_lost_gradients
 from ..flat import FlatGraph
 from ..graph import Kind
 from ..stamps import same_graph
-from ..step import Traceable
+from ..step import StepFails, Traceable
 from . import torch_private
 from .block_calls import BlockCalls
 from .candidates import Group, find_groups
@@ -30,6 +30,7 @@ def recorded_graph(what: Traceable) -> tuple[FlatGraph, tuple[str, ...]]:
     Raises:
         NeedsValues: autocast acts on real devices only.
         CannotRecord: torch.export must capture it.
+        StepFails: nothing can.
     """
     excluded: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ def _attempt(
                 if _buffers(model) != entries:
                     raise CannotRecord("a buffer that is assigned")
             recording = recorder.finish((loss,))
-        except (CannotFold, CannotRecord, NeedsValues):
+        except (CannotFold, CannotRecord, NeedsValues, StepFails):
             raise
         except Exception as error:  # torch.export says what is wrong
             first = str(error).strip().partition("\n")[0]

@@ -1,7 +1,7 @@
 """What cannot be captured is refused with the user's line and a way out."""
 
 import pytest
-from autopar.planner.capture import capture_model
+from autopar.planner.capture import capture_model, step_graph
 from autopar.planner.errors import UnsupportedModel
 from compare import CASES, capture
 
@@ -103,3 +103,64 @@ def test_guard_agrees(model_file):
         "def build():\n    return nn.Linear(8, 8)\ndef loss(out):\n    return out.square().mean()\n" + INPUTS
     )
     assert capture_model(path).graph.notes == ()
+
+
+ENDLESS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+    def again(self, x):
+        return self.again(self.l(x))
+    def forward(self, x):
+        return self.again(x).square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("through", "where"),
+    [
+        ("return self.again(self.l(x))", " in again: return self.again(self.l(x))"),
+        ("return self(self.l(x))", " in forward: return self.again(x).square().mean()"),
+    ],
+)
+def test_a_model_that_calls_itself_without_end_is_refused_at_once(model_file, monkeypatch, through, where):
+    monkeypatch.setattr(step_graph, "exported_graph", lambda what: pytest.fail("torch.export is tried"))
+    with pytest.raises(UnsupportedModel, match="calls itself without end, or deeper than the 1000 calls") as caught:
+        capture(model_file(ENDLESS.replace("return self.again(self.l(x))", through) + INPUTS))
+    assert caught.value.where.endswith(where)
+
+
+def test_a_deep_model_is_captured(model_file):
+    """One container in another, almost as deep as Python calls."""
+    deep = "        for _ in range(150):\n            self.l = nn.Sequential(self.l)\n"
+    text = ENDLESS.replace("self.again(self.l(x))", "self.l(x)").replace("    def again", f"{deep}    def again")
+    assert capture(model_file(text + INPUTS)).notes == ()
+
+
+@pytest.mark.parametrize("place", ["forward", "loss"])
+def test_a_model_that_ends_the_program_is_refused(model_file, place):
+    """It would pass for an exit code of autopar's."""
+    stop = "        raise SystemExit(3)\n"
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+    )
+    net += "    def forward(self, x):\n" + (stop if place == "forward" else "        return self.l(x)\n")
+    if place == "loss":
+        net += "def loss(y, x):\n" + stop[4:]
+    with pytest.raises(UnsupportedModel, match=r"ends the program: SystemExit\(3\)") as caught:
+        capture(model_file(net + INPUTS))
+    assert f" in {place}: raise SystemExit(3)" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [("KeyboardInterrupt", "raised K"), ("SystemExit(0)", "fails: the model e")]
+)
+def test_a_model_that_ends_in_its_eager_step_is_refused(model_file, error, says):
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(8, 8)\n"
+    )
+    net += f"    def forward(self, x):\n        if not x.is_meta:\n            raise {error}\n"
+    net += "        return self.l(x).sum()\n"
+    with pytest.raises(UnsupportedModel, match=f"one eager step of the model {says}"):
+        capture_model(model_file(net + INPUTS))
