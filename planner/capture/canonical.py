@@ -253,8 +253,13 @@ class Translator:
             self._env[node] = cell
             return
         operands = {name: read_all(value) for name, value in bound.items()}
+        old = self.builder.type_of(cell.read())
+        if out[0].shape != old.shape and cell.base is not None:
+            raise UnsupportedModel(
+                f"{target} changes the shape of a view in place", where=self.builder.source, fix="write it out of place"
+            )
         new = append_functional(
-            self.builder, target, operands, self.builder.type_of(cell.read()), autocast=self.autocast
+            self.builder, target, operands, replace(old, shape=out[0].shape), autocast=self.autocast
         )
         cell.write(new)
         self._env[node] = cell

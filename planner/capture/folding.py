@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..errors import UnsupportedModel
 from .drafts import TENSORS, Draft, add_tensor, draft_prelude, draft_unit, outputs_of
 from .flat import FlatGraph, FlatNode, live_nodes
-from .graph import Arg, Kind, ModelGraph, ParameterInfo, Ref, Template, Unit, Value
+from .graph import Arg, Kind, ModelGraph, Node, ParameterInfo, Ref, Template, Unit, Value, without_gradient
 from .naming import Names, camel, pattern_of
 from .random_ops import is_random
 from .segments import segments
@@ -206,22 +206,37 @@ def _template(draft: Draft, name: str, pattern: str, drafts: Sequence[Draft]) ->
     def ref_of(ref: Ref) -> Ref:
         return Ref(rename.get(ref.node, ref.node), ref.index)
 
-    return Template(
-        name=name,
-        pattern=pattern,
-        nodes=tuple(
-            replace(
-                node,
-                name=rename.get(node.name, node.name),
-                args=tuple(renamed(arg) for arg in node.args),
-                kwargs=tuple((key, renamed(arg)) for key, arg in node.kwargs),
-            )
-            for node in nodes
-        ),
-        outputs=tuple(ref_of(draft.local[ref]) for ref in draft.outputs),
-        is_module=draft.is_module,
-        buffer_updates=tuple((buffer, ref_of(ref)) for buffer, ref in draft.updates),
+    return _with_gradients_that_arrive(
+        Template(
+            name=name,
+            pattern=pattern,
+            nodes=tuple(
+                replace(
+                    node,
+                    name=rename.get(node.name, node.name),
+                    args=tuple(renamed(arg) for arg in node.args),
+                    kwargs=tuple((key, renamed(arg)) for key, arg in node.kwargs),
+                )
+                for node in nodes
+            ),
+            outputs=tuple(ref_of(draft.local[ref]) for ref in draft.outputs),
+            is_module=draft.is_module,
+            buffer_updates=tuple((buffer, ref_of(ref)) for buffer, ref in draft.updates),
+        )
     )
+
+
+def _with_gradients_that_arrive(template: Template) -> Template:
+    """Values without gradient where all who read them send none: `detach`, `argmax`, comparisons."""
+    sent = {template.by_name[name].operands[position] for name, position in template.differentiated}
+    reached = sent.union(template.outputs)
+
+    def arriving(node: Node) -> Node:
+        outputs = enumerate(node.outputs)
+        made = tuple(v if Ref(node.name, i) in reached else without_gradient(v) for i, v in outputs)
+        return node if made == node.outputs or node.kind is Kind.PARAMETER else replace(node, outputs=made)
+
+    return replace(template, nodes=tuple(map(arriving, template.nodes)))
 
 
 def _input_names(draft: Draft, prelude: Draft) -> dict[str, str]:

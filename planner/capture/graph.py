@@ -12,7 +12,7 @@ each stage that needs a prelude value computes it itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -46,6 +46,10 @@ class TensorType:
     @property
     def num_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+
+def without_gradient(value: TensorType) -> TensorType:
+    return replace(value, requires_grad=False) if value.requires_grad else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class Template:
     is_module: bool = False  # True: units are calls of a user's module with children; emitted as a class
     buffer_updates: tuple[tuple[str, Ref], ...] = ()  # BUFFER node name -> its new value after the step
     by_name: Mapping[str, Node] = field(init=False, repr=False, compare=False)
+    # (node, operand position) of those who send a gradient to what they read.
+    differentiated: frozenset[tuple[str, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_name = {node.name: node for node in self.nodes}
@@ -130,6 +136,16 @@ class Template:
                     raise ValueError(f"{self.name}: {node.name} reads {ref}, which is not defined before it")
             seen.add(node.name)
         object.__setattr__(self, "by_name", by_name)
+        object.__setattr__(self, "differentiated", frozenset(self._differentiated()))
+
+    def _differentiated(self) -> Iterator[tuple[str, int]]:
+        reached = set(self.outputs)
+        for node in reversed(self.nodes):
+            if any(value.requires_grad and Ref(node.name, i) in reached for i, value in enumerate(node.outputs)):
+                for position, ref in enumerate(node.operands):
+                    if self.type_of(ref).requires_grad:
+                        reached.add(ref)
+                        yield node.name, position
 
     def type_of(self, ref: Ref) -> TensorType:
         return self.by_name[ref.node].outputs[ref.index]

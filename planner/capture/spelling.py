@@ -59,13 +59,32 @@ def append_functional(
         return builder.op("aten.zeros_like.default", (operands["self"],), out)
     if name == "fill" and not isinstance(operands["value"], Ref):
         return builder.op("aten.full_like.default", (operands["self"], operands["value"]), out)
-    packet = getattr(torch.ops.aten, name, None)
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None or not target._opname.endswith("_") or target.namespace != "aten":
+    overload = _functional(target, name)
+    if (written := next((a.name for a in target._schema.arguments if a.is_out), None)) is not None:
+        # `out=`: what is written is not read; results of another shape or dtype would resize it or be converted.
+        given = [builder.type_of(ref) for ref in refs_of(tuple(operands.values()))]
+        operands = {key: value for key, value in operands.items() if key != written}
+        overload = overload if {value.dtype for value in given} == {out.dtype} else None
+    if overload is None:
         raise UnsupportedModel(
             f"{target} writes in place and has no functional form", where=builder.source, fix="write it out of place"
         )
     return builder.cast(append(builder, overload, operands, (out,), autocast=autocast)[0], out.dtype)
+
+
+def _functional(target: torch._ops.OpOverload, name: str) -> torch._ops.OpOverload | None:
+    """The operation of ATen that returns what `target` writes, by the same arguments."""
+    packet = getattr(torch.ops.aten, name, None) if target.namespace == "aten" else None
+    if packet is None:
+        return None
+    if target._opname.endswith("_"):
+        return getattr(packet, target._overloadname, None)
+    arguments = target._schema.arguments
+    wanted = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+    if len(arguments) - len(wanted) != 1:
+        return None
+    found = (getattr(packet, overload) for overload in packet.overloads())
+    return next((f for f in found if [(a.name, str(a.type)) for a in f._schema.arguments] == wanted), None)
 
 
 def written_argument(target: torch._ops.OpOverload) -> str | None:

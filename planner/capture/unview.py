@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,24 @@ from ..errors import UnsupportedModel
 from .builder import Builder
 from .graph import Ref
 from .rewrites import positive, slice_bounds
+
+
+def _is_complex(b: Builder, ref: Ref) -> bool:
+    """Whether autograd has no derivative of slice_scatter and select_scatter: PyTorch 2.13 has none of complex ones."""
+    return b.type_of(ref).dtype.startswith("complex")
+
+
+def _joined(b: Builder, base: Ref, new: Ref, dim: int, start: int, end: int) -> Ref:
+    """The base with `new` in place of [start, end) of a dim, put together from parts."""
+    whole = b.type_of(base)
+
+    def kept(first: int, last: int) -> Ref:
+        shape = (*whole.shape[:dim], last - first, *whole.shape[dim + 1 :])
+        return b.op("aten.slice.Tensor", (base, dim, first, last), replace(whole, shape=shape))
+
+    size = whole.shape[dim]
+    parts = [*([kept(0, start)] if start else ()), new, *([kept(end, size)] if end < size else ())]
+    return new if len(parts) == 1 else b.op("aten.cat.default", (tuple(parts), dim), whole)
 
 
 def unview_of(
@@ -42,9 +61,15 @@ def unview_of(
     if name in ("select", "unbind"):
         dim = positive(defaults["dim"], rank)
         at = index if name == "unbind" else positive(defaults["index"], whole.shape[dim])
+        if _is_complex(b, base):
+            part = (*whole.shape[:dim], 1, *whole.shape[dim + 1 :])
+            return _joined(b, base, b.reshape(new, part), dim, at, at + 1)
         return b.op("aten.select_scatter.default", (base, new, dim, at), whole)
     if name == "slice":
         dim = positive(defaults["dim"], rank)
         start, end = slice_bounds(defaults["start"], defaults["end"], whole.shape[dim])
-        return b.op("aten.slice_scatter.default", (base, new, dim, start, end, defaults["step"]), whole)
+        if _is_complex(b, base) and defaults["step"] == 1:
+            return _joined(b, base, new, dim, start, end)
+        if not _is_complex(b, base):
+            return b.op("aten.slice_scatter.default", (base, new, dim, start, end, defaults["step"]), whole)
     raise UnsupportedModel(f"an in-place operation writes through {target}", where=where, fix="write it out of place")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-from ..capture.graph import Kind, ModelGraph, Node, Ref, TensorType
+from ..capture.graph import Kind, ModelGraph, Node, Ref, TensorType, without_gradient
 from ..sharding.mesh import Axis
 from ..sharding.placement import PARTIAL, REPLICATED, Pair, can_split, local_type, normal
 from ..sharding.program import Placements
@@ -53,6 +53,7 @@ class Built:
     problem: Problem
     keys: tuple[tuple[tuple[int, str], ...], ...]  # nodes of every vertex
     axes: tuple[Axis, ...]
+    moved: tuple[TensorType, ...]  # what conversions of every group carry, global
 
     def placements(self, space: Space, assignment: Assignment) -> Placements:
         return self.read(len(space.graph.templates), assignment.chosen)
@@ -101,6 +102,7 @@ class _Builder:
         self.choices: list[list[Choice]] = []
         self.vertex: dict[tuple[int, str], int] = {}
         self.groups: list[Group] = []
+        self.moved: list[TensorType] = []
 
     def build(self) -> Built:
         for t, template in enumerate(self.space.graph.templates):
@@ -114,10 +116,12 @@ class _Builder:
             consumer = (self.vertex[edge.target, edge.node], 0)
             # What the prelude makes is converted once a step, before microbatches take their slices.
             weight = edge.count * (1 if edge.source == self.space.prelude else self.microbatches)
-            self._add_group(edge.source, ref, (consumer,), weight, crosses=True)
+            value = self.space.graph.templates[edge.target].by_name[edge.node].output
+            self._add_group(edge.source, ref, (consumer,), weight, value=value, crosses=True)
         names = tuple(f"{self.space.graph.templates[t].name}: {name}" for (t, name), *_ in self.keys)
         problem = Problem(names=names, choices=tuple(tuple(c) for c in self.choices), groups=tuple(self.groups))
-        return Built(problem=problem, keys=tuple(tuple(keys) for keys in self.keys), axes=self.axes)
+        keys = tuple(tuple(keys) for keys in self.keys)
+        return Built(problem=problem, keys=keys, axes=self.axes, moved=tuple(self.moved))
 
     def _weight(self, template: int) -> float:
         if template == self.space.prelude:
@@ -248,10 +252,18 @@ class _Builder:
             is_written = template.by_name[ref.node].kind is Kind.BUFFER and any(
                 template.by_name[name].op in _WRITES_OPERANDS for name, _ in readers
             )
-            self._add_group(t, ref, consumers, self._weight(t), identity_only=is_written)
+            value = self._moved(t, ref, readers)
+            self._add_group(t, ref, consumers, self._weight(t), value=value, identity_only=is_written)
         for position, (buffer, ref) in enumerate(template.buffer_updates):
             earlier = sum(name == buffer for name, _ in template.buffer_updates[:position])
-            self._add_group(t, ref, ((self.vertex[t, buffer], earlier),), 1.0, identity_only=True)
+            updated = ((self.vertex[t, buffer], earlier),)
+            self._add_group(t, ref, updated, 1.0, value=template.type_of(ref), identity_only=True)
+
+    def _moved(self, t: int, ref: Ref, readers: Sequence[tuple[str, int]]) -> TensorType:
+        """A value as its conversions see it: without gradient where some reader sends none, which takes no more."""
+        template = self.space.graph.templates[t]
+        value = template.type_of(ref)
+        return value if all(reader in template.differentiated for reader in readers) else without_gradient(value)
 
     def _add_group(
         self,
@@ -260,10 +272,10 @@ class _Builder:
         consumers: tuple[tuple[int, int], ...],
         weight: float,
         *,
+        value: TensorType,
         crosses: bool = False,
         identity_only: bool = False,
     ) -> None:
-        value = self.space.graph.templates[t].type_of(ref)
         producer = (self.vertex[t, ref.node], ref.index)
         made = dict.fromkeys(state_of(choice.outputs[ref.index]) for choice in self.choices[producer[0]])
         wanted = dict.fromkeys(state_of(c.operands[j]) for n, j in consumers for c in self.choices[n])
@@ -280,6 +292,7 @@ class _Builder:
                     price = self.costs.conversion(value, source, target)
                     if price is not None:
                         prices[source, target] = price
+        self.moved.append(value)
         self.groups.append(Group(producer=producer, consumers=consumers, weight=weight, prices=prices))
 
     def _gathers(self, source: State, target: State) -> bool:

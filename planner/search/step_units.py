@@ -159,7 +159,7 @@ class StepUnits:
         """The conversions of a value that take something."""
         if index not in self._moves_of:
             group, wanted = self.built.problem.groups[index], self.columns.wanted[index]
-            value, known = self.columns.value(group), self.uses.moves
+            value, known = self.built.moved[index], self.uses.moves
             self._moves_of[index] = _Moves(
                 by_consumer=[
                     (

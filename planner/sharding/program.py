@@ -8,10 +8,10 @@ program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value
+from ..capture.graph import Kind, ModelGraph, Node, Ref, Template, TensorType, Value, without_gradient
 from ..errors import CannotLower
 from .mesh import MICROBATCH, Axis, Mesh
 from .placement import REPLICATED, Layout, Pair, can_split, local_type, normal, parse_pair
@@ -190,13 +190,33 @@ def local_program(template: Template, placement: TemplatePlacement, mesh: Mesh) 
             tensors.append(results[0])
         for result in results:
             have[result.ref] = [result]
+    outputs = tuple(have[ref][0] for ref in template.outputs)
     return TemplateProgram(
         template=template,
         inputs=tuple(inputs),
         tensors=tuple(tensors),
-        steps=tuple(steps),
-        outputs=tuple(have[ref][0] for ref in template.outputs),
+        steps=_with_gradients(template, steps, outputs),
+        outputs=outputs,
     )
+
+
+def _with_gradients(
+    template: Template, steps: Sequence[Convert | Compute], outputs: Sequence[Var]
+) -> tuple[Convert | Compute, ...]:
+    """The steps, conversions of what is read without gradient alone (behind `detach`, by `argmax`) without backward."""
+    reached, found = set(outputs), list[Convert | Compute]()
+    for step in reversed(steps):
+        if isinstance(step, Compute):
+            sends = (made for i, made in enumerate(step.operands) if (step.node.name, i) in template.differentiated)
+            reached.update(sends)
+        elif step.target in reached:
+            reached.add(step.source)
+        else:
+            change = step.change
+            change = replace(change, before=without_gradient(change.before), after=without_gradient(change.after))
+            step = replace(step, change=change)
+        found.append(step)
+    return tuple(reversed(found))
 
 
 def _compute(
@@ -250,7 +270,12 @@ class ModelProgram:
         value = self.graph.units[unit].inputs[position]
         source = self.templates[self.graph.units[value.unit].template].outputs[value.output].layout
         target = self.templates[self.graph.units[unit].template].inputs[position].layout
-        return value, changes(self.graph.type_of(value), source, target, self.mesh.axes)
+        return value, changes(self._read_type(unit, position), source, target, self.mesh.axes)
+
+    def _read_type(self, unit: int, position: int) -> TensorType:
+        """Global; with gradient where the unit sends one."""
+        program = self.templates[self.graph.units[unit].template]
+        return program.template.type_of(program.inputs[position].ref)
 
     def prepared(self, unit: int, position: int) -> tuple[Change, ...] | None:
         """The conversions of a prelude value that run once a step, before the microbatches take their slices of it.

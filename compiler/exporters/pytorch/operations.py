@@ -88,8 +88,17 @@ def _render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
     if public and call.args and isinstance(call.args[0], Operand) and _is_method(name, overload):
         return _method(name, call.args, kwargs, operands, context)
     if public and hasattr(torch, name):
+        kwargs = _with_reduction(name, overload, call.args, kwargs)
         return Expr(f"torch.{name}({arguments(call.args, kwargs, operands, context)})")
     return Expr(f"torch.ops.aten.{name}.{overload}({arguments(call.args, kwargs, operands, context)})")
+
+
+def _with_reduction(name: str, overload: str, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
+    """The reduction of a loss written out: left out, functions of `torch` take "none", and their operations "mean"."""
+    parameters = [a.name for a in getattr(getattr(torch.ops.aten, name), overload)._schema.arguments]
+    if "reduction" not in parameters[len(args) :]:
+        return kwargs
+    return {"reduction": 1, **kwargs}
 
 
 def _runtime_call(call: Call, operands: Sequence[Expr], context: Context) -> Expr:

@@ -69,6 +69,8 @@ def test_cross_entropy_divides_by_the_count(model_file):
         "y = self.l(x); z = y.view(-1, 6); y.mul_(2); return (z * z).mean() + y.mean()",
         "y = self.l(x); y.transpose(0, 1)[3].zero_(); w = y.clone(); w.add_(1); return (y * y * w.mean()).mean()",
         "y = self.l(x); a, b = y[..., :6], y[..., 6:]; a.fill_(2.0); b.mul_(3); return y.square().mean()",
+        # Autograd has no derivative of slice_scatter and select_scatter of complex numbers.
+        "y = torch.fft.rfft(self.l(x)); y[..., 2:4] *= 2; y[:, 1] = 1j; return y.abs().square().mean()",
         "y = self.l(x).masked_fill_(x > 0, 0.5); y[None].permute(2, 0, 1, 3)[1].mul_(3); return y.square().mean()",
     ],
 )
@@ -87,6 +89,28 @@ def test_no_grad_regions_detach(model_file):
         )
     )
     assert "aten.detach.default" in [op for op, _ in operations(capture(path))]
+    assert_equal(outcome(path))
+
+
+def test_gradients_flow_where_some_reader_sends_one(model_file):
+    """The distances are read by `argmin` alone, and the input of the second unit by `detach`."""
+    body = "y = self.l(x); far = torch.cdist(y[0], y[1]).argmin(-1); return (y[0, far] * self.m(y[1].detach())).mean()"
+    graph = capture(model_file(net(body, init="self.l = nn.Linear(12, 12); self.m = nn.Linear(12, 12)")))
+    flows = {n.op: n.outputs[0].requires_grad for t in graph.templates for n in t.of_kind(Kind.OP)}
+    assert not flows["aten.cdist.default"]
+    assert flows["aten.linear.default"]
+
+
+def test_results_in_place_may_have_another_shape(model_file):
+    graph = capture(model_file(net("y = self.l(x); y.unsqueeze_(1); return (y * self.l(x)).mean()")))
+    shapes = {n.op: n.output.shape for t in graph.templates for n in t.of_kind(Kind.OP)}
+    assert shapes["aten.unsqueeze.default"] == (4, 1, 8, 12)
+
+
+def test_out_arguments_are_results(model_file):
+    body = "with torch.no_grad(): torch.mul(x, 2, out=self.b)\n        return (self.l(x) * self.b).square().mean()"
+    path = model_file(net(body, init="self.l = nn.Linear(12, 12); self.register_buffer('b', torch.zeros(4, 8, 12))"))
+    assert "aten.mul.Tensor" in [op for op, _ in operations(capture(path))]
     assert_equal(outcome(path))
 
 

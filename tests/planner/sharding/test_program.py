@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from autopar.planner.capture.graph import (
     Kind,
@@ -92,6 +94,20 @@ def test_consumers_that_want_the_same_layout_share_one_conversion() -> None:
     )
     program = local_program(template, {"x": {"tp": "S(0)"}, "a": {"tp": "d1"}, "b": {"tp": "d1"}}, Mesh(tp=2))
     assert [step.change.conversion.function for step in program.steps if isinstance(step, Convert)] == ["all_to_all"]
+
+
+def test_conversions_behind_which_no_gradient_flows_have_no_backward() -> None:
+    detached = Node(
+        name="detach", kind=Kind.OP, op="aten.detach.default", args=(Ref("gelu"),),
+        outputs=(TensorType(shape=(B, H)),),
+    )  # fmt: skip
+    mlp = _mlp()
+    nodes = (*mlp.nodes[:-2], detached, *mlp.nodes[-2:], _op("twice", "relu.default", (Ref("gelu"),), B, H))
+    labels = {**MEGATRON, "detach": {"tp": "d0"}, "twice": {"tp": "d0"}}
+    for outputs, phases in (((), ["forward"]), ((Ref("twice"),), ["forward", "backward"])):
+        template = replace(mlp, nodes=nodes, outputs=(Ref("add"), Ref("detach"), *outputs))
+        uses = local_program(template, labels, Mesh(tp=4)).collectives()
+        assert [use.phase for use in uses if use.op == "all_to_all"] == phases
 
 
 def test_the_receiver_of_a_value_converts_it() -> None:
