@@ -33,12 +33,13 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
     """
     plan = rounded(plan)  # emitted again from the file it is the same text
     model, options = _checked(plan, graph)
+    is_fused = any(tensor.fused_dim is not None for stage in model.stages for tensor in stage.tensors)
     source = f"{Path(plan.model.path).name}:{plan.model.name}"
     provenance = Provenance(version=plan.autopar_version, source=source, plan=plan.fingerprint[:12])
     return {
         "plan.json": plan_to_json(plan),
         **render_files(model, options, provenance),
-        **render_training(plan, graph, folder=folder),
+        **render_training(plan, graph, is_fused=is_fused, folder=folder),
     }
 
 

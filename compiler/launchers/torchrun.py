@@ -43,8 +43,10 @@ exec "$TORCHRUN" --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$
 """
 
 
-def render_training(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> dict[str, str]:
+def render_training(plan: Plan, graph: ModelGraph, *, is_fused: bool, folder: Path = Path()) -> dict[str, str]:
     """File name -> text of the files that start the emitted module. Paths of the plan are counted from `folder`.
+
+    `is_fused`: some parameters are held with a dim more than the user's, along which they are split.
 
     Raises:
         HardwareError: the plan's cluster is not known here.
@@ -57,6 +59,6 @@ def render_training(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> 
         raise ValueError(f"{plan.gpus} ranks do not fill {nodes} nodes evenly")
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one rank"
     return {
-        "train.py": render_train_script(plan, graph),
+        "train.py": render_train_script(plan, graph, is_fused=is_fused),
         "launch.sh": _LAUNCH.format(world=plan.gpus, mesh=mesh, nodes=nodes),
     }

@@ -48,7 +48,7 @@ def _mapping_lines(name: str, values: Mapping[str, object]) -> list[str]:
     return [f"{name} = {{", *(f"    {python_literal(k)}: {python_literal(v)}," for k, v in values.items()), "}"]
 
 
-def render_train_script(plan: Plan, graph: ModelGraph) -> str:
+def render_train_script(plan: Plan, graph: ModelGraph, *, is_fused: bool) -> str:
     """The text of train.py."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one rank"
     constants = [
@@ -74,6 +74,7 @@ def render_train_script(plan: Plan, graph: ModelGraph) -> str:
         mesh=mesh,
         constants="\n".join(constants),
         has_shares=bool(plan.batch_shares),
+        is_fused=is_fused,
         several_stages=get_schedule(plan.schedule).is_multi_stage,
         zero_1=plan.zero == 1 and plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) > 1,
     )

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from autopar.compiler.package import emit_package
 from autopar.compiler.verify.ranks import run_ranks
 from autopar.planner.driver import PlanRequest, make_plan
@@ -96,6 +98,46 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, expected, pins, zer
     assert list(second) == [4, 5, 6]
     for step, loss in {**first, **second}.items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ({"mesh": {"pp": 1, "dp": 1, "tp": 2}}, {"mesh": {"pp": 1, "dp": 2, "tp": 1}}),
+        ({"mesh": {"pp": 1, "dp": 2, "tp": 1}, "zero": 3}, {"mesh": {"pp": 1, "dp": 2, "tp": 2}, "zero": 3}),
+        ({"mesh": {"pp": 2, "dp": 1, "tp": 2}}, {"mesh": {"pp": 1, "dp": 2, "tp": 2}, "zero": 1}),
+    ],
+    ids=str,
+)
+def test_another_plan_resumes_a_run(tmp_path, expected, saved, resumed):
+    """The fused q, k, v of gpt are held by parts under tp, and whole without."""
+    checkpoints = str(tmp_path / "checkpoints")
+    for name, pins in (("saved", saved), ("resumed", resumed)):
+        emit(tmp_path / name, gpus=prod(pins["mesh"].values()), **pins)
+    losses = train(tmp_path / "saved", "--steps", "3", "--checkpoint-dir", checkpoints)
+    losses |= train(tmp_path / "resumed", "--steps", "6", "--checkpoint-dir", checkpoints, "--resume")
+    for step in range(1, 7):
+        assert losses[step] == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    """By their names, and by their shapes: a transposed matrix has as many numbers."""
+    package, weights = tmp_path / "package", tmp_path / "weights.pt"
+    planned = emit(package, gpus=2, mesh={"pp": 1, "dp": 2, "tp": 1})
+    full = {name: torch.zeros(info.type.shape) for name, info in planned.graph.tensors.items()}
+    name = next(name for name, value in full.items() if value.ndim == 2 and value.shape[0] != value.shape[1])
+    for wrong, message in (
+        ({**full, name: full[name].T.contiguous()}, f"{name} has shape"),
+        ({f"module.{key}": value for key, value in full.items()}, "tensors are missing"),
+        ({"model": full}, "is no state dict, it holds model"),
+    ):
+        torch.save(wrong, weights)
+        command = ["bash", str(package / "launch.sh"), "--device", "cpu", "--init-checkpoint", str(weights)]
+        environment = {**os.environ, "TORCHRUN": str(TORCHRUN)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Error: " not in done.stderr.partition(message)[0]
 
 
 def test_bad_options_of_the_training_script(tmp_path):

@@ -315,12 +315,22 @@ def tied_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
     return groups'''
 
 
+_USER_SHAPES = '''\
+def user_shapes(stage: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The user's shapes of what is held in another one."""
+    return {
+        f"{prefix}.{name}".lstrip("."): shape
+        for prefix, module in stage.named_modules()
+        for name, shape in getattr(module, "user_shapes", {}).items()
+    }'''
+
+
 def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
     """`shards`: parameters are read from and written to the parts that the optimizer has. `reshaped`: some are held in
     another shape than the user's."""
     holder = "optimized(stage)" if shards else "stage"
-    every = f"for name, tensor in [*{holder}.named_parameters(), *{holder}.named_buffers()]:"
-    put = ["            value = full[name].reshape(tensor.shape).to(tensor.device, tensor.dtype)"]
+    every = f"[*{holder}.named_parameters(), *{holder}.named_buffers()]"
+    put = [f"            value = full[name]{'.reshape(tensor.shape)' * reshaped}.to(tensor.device, tensor.dtype)"]
     if distributed:
         put += [
             "            if isinstance(tensor, DTensor):",
@@ -340,31 +350,35 @@ def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
             "            value = value.reshape(shapes[name])",
         ]
     get += ["        full[name] = value"]
+    wanted = "shapes.get(name, tensor.shape)" if reshaped else "tensor.shape"
+    shapes = ["    shapes = user_shapes(stage)"] if reshaped else []
     lines = [
+        *([_USER_SHAPES, "", ""] if reshaped else []),
         "def load_full_state_dict(stage: nn.Module, full: dict[str, torch.Tensor]) -> None:",
-        '    """Fill this rank\'s part from all parameters and buffers, in the user\'s names and shapes."""',
+        '    """Fill this rank\'s part from all parameters and buffers, in the user\'s names and shapes.',
+        "",
+        "    Raises ValueError if one is missing or has another shape.",
+        '    """',
         "    if any(p.is_meta for p in stage.parameters()):",
         '        stage.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")',
         *(["        stage.shards = [Shards(stage, optimized(stage).mesh)]"] if shards else []),
+        f"    tensors = {every}",
+        "    if missing := [name for name, _ in tensors if name not in full]:",
+        '        raise ValueError(f"{len(missing)} of {len(tensors)} tensors are missing, such as {missing[0]}")',
+        *shapes,
         "    with torch.no_grad():",
-        f"        {every}",
+        "        for name, tensor in tensors:",
+        f"            shape = tuple({wanted})",
+        "            if full[name].shape != shape:",
+        '                raise ValueError(f"{name} has shape {tuple(full[name].shape)}, the model\'s is {shape}")',
         *put,
         "",
         "",
         "def full_state_dict(stage: nn.Module) -> dict[str, torch.Tensor]:",
         '    """Parameters and buffers of this stage, whole on every rank, by the user\'s names and shapes."""',
-    ]
-    if reshaped:
-        lines += [
-            "    shapes = {",
-            '        f"{prefix}.{name}".lstrip("."): shape',
-            "        for prefix, module in stage.named_modules()",
-            '        for name, shape in getattr(module, "user_shapes", {}).items()',
-            "    }",
-        ]
-    lines += [
+        *shapes,
         "    full = {}",
-        f"    {every}",
+        f"    for name, tensor in {every}:",
         *get,
         "    return full",
     ]

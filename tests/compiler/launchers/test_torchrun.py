@@ -8,29 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from autopar.compiler.launchers.torchrun import render_training
 from autopar.compiler.launchers.train_script import python_literal
+from training_text import rendered
 
 NASTY = 'a "quoted" \\ name\n# {braces} \u00e9'
-
-
-def rendered(**changes):
-    facts = {
-        "mesh": {"pp": 2, "dp": 2, "tp": 2},
-        "gpus": 8,
-        "cluster": "h100-sxm",
-        "batch_size": 16,
-        "batch_shares": (),
-        "microbatches": 2,
-        "optimizer": "adamw",
-        "precision": "fp32",
-        "cluster_overrides": {},
-        "schedule": "1f1b",
-        "zero": 0,
-        "model": SimpleNamespace(path="../gpt.py", name="build", arguments={"preset": "tiny", "dropout": 0.1}),
-    }
-    inputs = (SimpleNamespace(name="ids", batch_dim=0), SimpleNamespace(name="scale", batch_dim=None))
-    return render_training(SimpleNamespace(**{**facts, **changes}), SimpleNamespace(name="gpt", inputs=inputs))
 
 
 def constants(text):
@@ -92,8 +73,12 @@ RUFF = Path(sys.executable).with_name("ruff")
 
 @pytest.mark.skipif(not RUFF.exists(), reason="ruff is not installed")
 @pytest.mark.parametrize("shares", [(), (3, 1), (*[6] * 32, *[2] * 32)], ids=["even", "few", "many"])
-def test_train_script_is_formatted(tmp_path, shares):
-    (tmp_path / "train.py").write_text(rendered(batch_shares=shares)["train.py"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_train_script_is_formatted(tmp_path, shares, schedule, zero, is_fused):
+    text = rendered(batch_shares=shares, schedule=schedule, zero=zero, is_fused=is_fused)["train.py"]
+    (tmp_path / "train.py").write_text(text)
     for command in (["format", "--check"], ["check", "--select", "E,F,I,UP,B,SIM"]):
         done = subprocess.run(
             [RUFF, *command, "--line-length", "120", "--isolated", "train.py"], cwd=tmp_path, capture_output=True
