@@ -22,7 +22,7 @@ def explain(
         bool, typer.Option("--what-if", help="Plan again with more memory, a faster network and a larger batch.")
     ] = False,
     has_gradient_sync: Annotated[
-        bool, typer.Option("--gradient-sync", help="Compare ways to add up gradients over dp on the plan's cluster.")
+        bool, typer.Option("--gradient-sync", help="Compare ways to add up gradients on the plan's cluster.")
     ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     is_quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,

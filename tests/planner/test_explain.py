@@ -1,11 +1,16 @@
 from dataclasses import replace
 
 import pytest
+from autopar.cost_models.hardware import load_cluster
+from autopar.cost_models.stacks import load_stack
+from autopar.cost_models.units import format_seconds
 from autopar.planner.errors import AutoparError
 from autopar.planner.explain import comparison, decision_line, explanations, repriced_line, setting_line
 from autopar.planner.gradient_sync import gradient_sync_table
 from autopar.planner.plan import Plan
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
+from autopar.planner.search.prices import Prices
+from autopar.planner.sharding.mesh import Mesh
 
 
 def test_says_where_a_runner_up_loses_and_gains(example_plan: Plan) -> None:
@@ -79,7 +84,29 @@ def test_says_why_dp_ranks_take_different_shares(example_plan: Plan) -> None:
 
 
 def test_compares_ways_to_add_up_gradients(example_plan: Plan) -> None:
-    table = gradient_sync_table(replace(example_plan, mesh={"pp": 2, "dp": 4, "tp": 1}))
-    assert [way.split(" ")[0] for way, _ in table.rows] == ["all_reduce", "reduce_scatter,", "parameter"]
-    assert "3.81 MiB" in table.title  # a million parameters in float32
-    assert gradient_sync_table(replace(example_plan, mesh={"pp": 2, "dp": 1, "tp": 4})).rows == ()
+    (scatter,) = (use for use in example_plan.collectives if use.op == "reduce_scatter")
+    table = gradient_sync_table(example_plan)
+    assert [(over, way.split(" ")[0], size) for over, way, size, _ in table.rows] == [
+        ("dp=2", way, "256 KiB") for way in ("all_reduce", "reduce_scatter,", "parameter")
+    ]
+    assert gradient_sync_table(replace(example_plan, precision="bf16")).rows[0][2] == "128 KiB"
+    assert gradient_sync_table(replace(example_plan, collectives=())).rows == ()
+    uses = (
+        replace(scatter, axis="dp_cp", op="all_reduce", count=1, num_bytes=2**21, reason="partial gradients"),
+        replace(scatter, axis="ep", op="all_reduce", count=1, num_bytes=2**18, reason="partial gradients", stage=1),
+    )
+    several = replace(example_plan, mesh={"pp": 1, "dp": 2, "ep": 2, "cp": 2, "tp": 1}, collectives=uses)
+    rows = gradient_sync_table(several).rows
+    assert [(over, size) for over, _, size, _ in rows] == [("dp_cp=4", "2 MiB")] * 3 + [("ep=2", "256 KiB")] * 3
+
+
+def test_adding_up_gradients_costs_what_the_search_says(example_plan: Plan) -> None:
+    (scatter,) = (use for use in example_plan.collectives if use.op == "reduce_scatter")
+    sizes = {"pp": 2, "dp": 4, "ep": 2, "cp": 4, "tp": 1}
+    prices = Prices(mesh=Mesh(**sizes, replicas=2), cluster=load_cluster("h100-sxm"), stack=load_stack("eager"))
+    for axis, ranks in (("cp", 4), ("dp_cp", 16), ("dp_shard", 8), ("dp_replicate", 2), ("ep", 2)):
+        use = replace(scatter, axis=axis, op="all_reduce", count=1, num_bytes=2**24)
+        plan = replace(example_plan, mesh=sizes, zero_shard_size=8, collectives=(use,))
+        over, _, _, seconds = gradient_sync_table(plan).rows[0]
+        assert over == f"{axis}={ranks}"
+        assert seconds == format_seconds(prices.use_seconds(axis, "all_reduce", 2**24))
