@@ -14,9 +14,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from ...cost_models.errors import AutoparError
-from ...cost_models.units import format_bytes
-from ...planner.capture.graph import ITEM_BYTES, Kind, ModelGraph, Symbol
+from ...planner.capture.graph import Kind, ModelGraph, Symbol
 from ...planner.checkpointing import Checkpointing, described
 from ...planner.errors import CheckFailed
 from ...planner.plan import Plan
@@ -25,6 +23,7 @@ from ...planner.sharding.mesh import Mesh
 from ...planner.sharding.program import ModelProgram
 from ...planner.zero import Zero
 from ..exporters.pytorch.tensors import DEFAULT_DTYPE
+from .memory import machine_bytes, refuse_too_large
 from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
@@ -35,10 +34,6 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 # Where the module itself computes in fewer bits, a sum over ranks rounds otherwise by a few units in the last place.
 LOW_PRECISION_TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 DEFAULT_TIMEOUT_SECONDS = 600.0
-# Weights, their start, gradients twice, a copy to step from, two results, and the two moments of AdamW.
-REFERENCE_COPIES = 9
-# A rank that holds nothing yet: private pages of a process with torch and gloo (Linux, torch 2.13).
-RANK_BYTES = 20 << 20
 # (axis, operation, payload bytes) -> count
 Lines = Counter[tuple[str, str, int]]
 
@@ -72,7 +67,7 @@ def verify(
         from ...planner.replay import graph_of  # torch.export, not needed by ranks that import this package
 
         graph = graph_of(plan)
-    refuse_too_large(graph, dtype, plan.gpus)
+    refuse_too_large(graph, plan, dtype, machine_bytes())
     notes: list[str] = []
     if dtype == "auto" and (fixed := fixed_dtype(graph)):
         dtype = "float32"
@@ -141,31 +136,6 @@ def _verify_shrunk(
         emit_package(relative_to(planned.plan, package), planned.graph, package, force=False)
         found = verify(planned.plan, package, graph=planned.graph, dtype=dtype, timeout_seconds=timeout_seconds)
     return replace(found, notes=(*not_covered(plan, planned.plan), *found.notes))
-
-
-def refuse_too_large(graph: ModelGraph, dtype: str, num_ranks: int) -> None:
-    """Refuse a model whose reference step, or ranks that alone, are larger than this machine, before it swaps.
-
-    Raises:
-        AutoparError: bytes needed and there.
-    """
-    numel = sum(info.type.numel for info in graph.tensors.values())
-    needed_bytes = REFERENCE_COPIES * numel * ITEM_BYTES["float32" if dtype == "float32" else "float64"]
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed_bytes > memory_bytes:
-        raise AutoparError(
-            f"a step of the unsharded module needs {format_bytes(needed_bytes)}, more than this machine's "
-            f"{format_bytes(memory_bytes)}",
-            where=f"{numel:,} numbers of parameters and buffers, with gradients and two optimizer steps",
-            fix="verify it smaller: --shrink with --set of a smaller model (--set preset=tiny, --set num_layers=2 ...)",
-        )
-    if num_ranks * RANK_BYTES > memory_bytes:
-        raise AutoparError(
-            f"{num_ranks:,} CPU ranks need {format_bytes(num_ranks * RANK_BYTES)} without any model, more than this "
-            f"machine's {format_bytes(memory_bytes)}",
-            where="plan.json: gpus",
-            fix="verify a plan like it on at most two ranks an axis: --shrink",
-        )
 
 
 def fixed_dtype(graph: ModelGraph) -> str:
