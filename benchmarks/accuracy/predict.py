@@ -9,6 +9,7 @@ from itertools import product
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import ModelGraph
 from autopar.planner.checkpointing import Checkpointing
+from autopar.planner.errors import CannotLower
 from autopar.planner.search.assignment import NoAssignment
 from autopar.planner.search.evaluate import Evaluated, Evaluator
 from autopar.planner.search.prices import Prices, in_precision
@@ -63,7 +64,7 @@ class Predictor:
         for size, interleave in product(setup.microbatch_sizes, setup.interleaves):
             try:
                 found.append((self._evaluate(setup, size, interleave), size, interleave))
-            except (ValueError, KeyError, NoAssignment, AutoparError) as error:
+            except (CannotExpress, CannotLower, NoAssignment, AutoparError) as error:
                 reason = str(error)
         if not found:
             raise CannotExpress(reason or "no microbatch size divides the batch")
@@ -85,7 +86,7 @@ class Predictor:
     def _evaluate(self, setup: Setup, size: int, interleave: int) -> Evaluated:
         count = round(setup.global_batch / (setup.dp * size))
         if count < 1:
-            raise ValueError(f"microbatches of {size} on dp={setup.dp} are more than the batch")
+            raise CannotExpress(f"microbatches of {size} on dp={setup.dp} are more than the batch")
         mesh = Mesh(pp=setup.pp, dp=setup.dp, tp=setup.tp, microbatches=count, replicas=setup.replicas)
         placements = self._placements(setup)
         graph, lowered = self._graphs_of(setup, placements, setup.dp * size * count)
@@ -190,7 +191,7 @@ def stages_of(graph: ModelGraph, layers: int, count: int, *, dealt: str = "block
     does not divide either, the first stages have one more. `dealt`: as in `Software`.
 
     Raises:
-        ValueError: fewer blocks than stages.
+        CannotExpress: fewer blocks than stages.
     """
     last = len(graph.units)
     counts = graph.counts()
@@ -202,7 +203,7 @@ def stages_of(graph: ModelGraph, layers: int, count: int, *, dealt: str = "block
         sizes[0] -= _EMBEDDING
         sizes[-1] -= _NORM_AND_HEAD
         if min(sizes) < 1:
-            raise ValueError(f"{layers} blocks on {count} stages")
+            raise CannotExpress(f"{layers} blocks on {count} stages")
     elif layers % count == 0:
         sizes = [layers // count] * count
     elif (layers + 2) % count == 0 and (layers + 2) // count > 1:
@@ -212,7 +213,7 @@ def stages_of(graph: ModelGraph, layers: int, count: int, *, dealt: str = "block
     elif layers > count:
         sizes = [layers // count + (i < layers % count) for i in range(count)]
     else:
-        raise ValueError(f"{layers} blocks on {count} stages")
+        raise CannotExpress(f"{layers} blocks on {count} stages")
     ends = [start + sum(sizes[: i + 1]) for i in range(count)]
     ends[-1] = last
     return tuple(zip([0, *ends[:-1]], ends, strict=True))

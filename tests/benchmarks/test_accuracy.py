@@ -15,6 +15,7 @@ from autopar.cost_models.errors import AutoparError
 from autopar.cost_models.stacks import load_stack
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import Kind, ModelGraph
+from autopar.planner.errors import CannotLower
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNS = BENCHMARKS / "data" / "runs.csv"
@@ -230,7 +231,7 @@ def test_pipelines_deal_out_blocks_or_all_layers() -> None:
 
     assert blocks(8, "blocks") == [2, 2, 2, 2]
     assert blocks(10, "layers") == [3, 3, 3, 1]  # of 13: the first holds the embedding, the last norm and head
-    with pytest.raises(ValueError, match="8 blocks on 4 stages"):
+    with pytest.raises(setups.CannotExpress, match="8 blocks on 4 stages"):
         blocks(8, "layers")
 
 
@@ -297,6 +298,22 @@ def test_a_model_made_deeper_and_wider_equals_its_capture(file: str) -> None:
         for a, b in zip(ours.nodes, theirs.nodes, strict=True):
             assert a.outputs == b.outputs, a.name
             assert a.kind is not Kind.OP or a.op == b.op
+
+
+@pytest.mark.parametrize(
+    ("error", "is_expressed"),
+    [(CannotLower("no such split"), False), (AutoparError("no such GPU"), False), (KeyError("a"), True),
+     (ValueError("b"), True)],
+)  # fmt: skip
+def test_faults_of_the_benchmark_are_not_taken_for_rows_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_expressed: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(predict.Predictor, "_evaluate", fails)
+    with pytest.raises(type(error) if is_expressed else setups.CannotExpress):
+        predict.Predictor().predict(setups.setup_of(row("vtrain-multi-017")))
 
 
 @pytest.mark.slow
