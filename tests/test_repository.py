@@ -31,6 +31,11 @@ def test_every_folder_with_code_is_packaged() -> None:
     )
 
 
+def test_ranks_find_the_tests_whatever_starts_pytest(pytestconfig: pytest.Config) -> None:
+    """`python -m pytest` puts the folder that it is called in on the path, `pytest` none."""
+    assert ROOT in pytestconfig.getini("pythonpath")
+
+
 def test_data_files_are_packaged() -> None:
     packaged = PYPROJECT["tool"]["setuptools"]["package-data"]["*"]
     suffixes = {
