@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from .exit_codes import ExitCode
 from .interrupts import Interrupted, interruptible, keyboard_interrupt
@@ -15,24 +16,30 @@ from .interrupts import Interrupted, interruptible, keyboard_interrupt
 _GARBAGE_THRESHOLDS = (200_000, 20, 100)
 
 
+def program() -> int:
+    """`main` as a process of its own, which ends at once: to free what a search has made takes it seconds."""
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    codes: list[int] = []
+    # What is registered first is called last, when all threads and all others who want to tidy up are done.
+    atexit.register(lambda: _leave(*codes) if codes else None)
+    codes.append(main())
+    return codes[0]
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Bad usage leaves through SystemExit, as typer does it."""
     try:
-        with interruptible(), _rare_garbage_collection():
+        with interruptible():
             return _run(arguments)
     except Interrupted:
         sys.stderr.write("interrupted\n")
         return ExitCode.INTERRUPTED
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    before = gc.get_threshold()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -64,4 +71,4 @@ def _place(interrupt: KeyboardInterrupt) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

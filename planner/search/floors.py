@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from ..checkpointing import Checkpointing
 from ..schedules import alive_at_most, get_schedule, stages_by_rank
@@ -58,16 +59,14 @@ def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: S
     """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once."""
     mesh, prices = evaluator.mesh, evaluator.prices
     after = whole.step_seconds
-    started = 0.0
     if mesh.pp > 1:
-        started = prices.cluster.gpu.pipeline_step_seconds
         # What hides behind compute does not add up, nor need measured curves: two messages may be faster than one.
         is_exposed = (
             highest(zero) <= 1 and prices.stack.gradient_sync == "exposed" and not prices.cluster.intra_node.measured
         )
         after = (whole.step["optimizer"] + (whole.step["dp"] if is_exposed else 0.0)) / mesh.pp
     through = busy_seconds * fewest_passes(mesh, (pipeline,))
-    return (started + through + after) * slowest_of_nodes(mesh, prices.cluster) * (1 - _ROUNDING)
+    return (_started(evaluator) + through + after) * _slower(evaluator)
 
 
 def cut_seconds(
@@ -78,6 +77,34 @@ def cut_seconds(
     A rank waits for the first microbatch to come through the stages before its own, works on every microbatch, and
     waits for the last to go back, unless it still has gradients of weights to work on.
     """
+    mesh = evaluator.mesh
+    courses = _courses(evaluator, stages, schedule, recompute)
+    slowest = max(course.waiting_seconds + mesh.microbatches * course.busy_seconds for course in courses)
+    return (_started(evaluator) + slowest) * _slower(evaluator)
+
+
+def spare_seconds(
+    evaluator: Evaluator, stages: Sequence[tuple[int, int]], schedule: str, known_seconds: float
+) -> tuple[float, ...]:
+    """By rank what may be added to its part of a microbatch for `cut_seconds` without recomputation to stay below
+    `known_seconds`."""
+    room = known_seconds / _slower(evaluator) - _started(evaluator)
+    return tuple(
+        (room - course.waiting_seconds) / evaluator.mesh.microbatches - course.busy_seconds
+        for course in _courses(evaluator, stages, schedule, "none")
+    )
+
+
+class _Course(NamedTuple):
+    """Of a rank: how long it waits for its first microbatch, and what each takes."""
+
+    waiting_seconds: float
+    busy_seconds: float
+
+
+def _courses(
+    evaluator: Evaluator, stages: Sequence[tuple[int, int]], schedule: str, recompute: Checkpointing
+) -> list[_Course]:
     mesh, order = evaluator.mesh, get_schedule(schedule)
     through = (0.0, *accumulate(evaluator.costs.by_unit(recompute).seconds))
     ahead = (0.0, *accumulate(evaluator.costs.by_unit("none").forward_seconds))
@@ -88,9 +115,15 @@ def cut_seconds(
         rank = order.rank_of(stage, mesh.pp)
         busy[rank] += through[last - 1] - through[max(first, 1) - 1]
         waiting[rank] = min(waiting[rank], before[max(first, 1) - 1])
-    slowest = max(wait + mesh.microbatches * work for wait, work in zip(waiting, busy, strict=True))
-    started = evaluator.prices.cluster.gpu.pipeline_step_seconds if mesh.pp > 1 else 0.0
-    return (started + slowest) * slowest_of_nodes(mesh, evaluator.prices.cluster) * (1 - _ROUNDING)
+    return list(map(_Course, waiting, busy))
+
+
+def _started(evaluator: Evaluator) -> float:
+    return evaluator.prices.cluster.gpu.pipeline_step_seconds if evaluator.mesh.pp > 1 else 0.0
+
+
+def _slower(evaluator: Evaluator) -> float:
+    return slowest_of_nodes(evaluator.mesh, evaluator.prices.cluster) * (1 - _ROUNDING)
 
 
 def floor_bytes(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute: Checkpointing) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from ..checkpointing import Checkpointing
 from ..errors import CannotLower
@@ -20,7 +21,7 @@ from ..zero import FREED, Zero
 from .answer import Candidate, Setting, rank
 from .cuts import Cuts, Stages
 from .evaluate import Evaluator
-from .floors import cut_seconds, floor_bytes
+from .floors import cut_seconds, floor_bytes, spare_seconds
 from .pins import written_shares
 from .policies import Pipeline, num_cuttable, pipelines_for, shardings_for
 from .prices import Prices
@@ -59,6 +60,13 @@ def best_of(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     if fitting:
         return (min(fitting, key=lambda candidate: (not candidate.cost.is_simulated, rank(candidate))),)
     return (min(candidates, key=lambda candidate: candidate.cost.memory_bytes),) if candidates else ()
+
+
+class _Fitted(NamedTuple):
+    """The candidate of a way, if one is worth a price. `is_slow`: whatever fits is slower than what is known."""
+
+    candidate: Candidate | None = None
+    is_slow: bool = False
 
 
 @dataclass
@@ -151,19 +159,21 @@ class Pricer:
             ]
             if not cuts:
                 continue
-            candidate = self._best_cut(cuts, *way.policy, best) if may_fit else None
-            if candidate is not None and candidate.fits:
-                levels[way.arrangement] = min(way.level, levels.get(way.arrangement, way.level))
-            candidate = self._recomputed(way, cuts[0], candidate, best, room) or candidate
-            if candidate is not None and candidate.fits and mixes:
-                candidate = self._mixed(way.evaluator, candidate, best)
-            if candidate is not None:
-                found.append(candidate)
-            if candidate is not None and candidate.fits:
+            candidate, is_slow = self._fitted(way, cuts, best, room)
+            if is_slow:
                 roomy.add(way.arrangement)
-                best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
-            else:
+                continue
+            if candidate is None or not candidate.fits:
                 crowded.append(way)
+                found.extend([] if candidate is None else [candidate])
+                continue
+            roomy.add(way.arrangement)
+            if way.checkpoint != "none" or candidate.activation_checkpoint == "none":
+                levels[way.arrangement] = min(way.level, levels.get(way.arrangement, way.level))
+            if mixes:
+                candidate = self._mixed(way.evaluator, candidate, best)
+            found.append(candidate)
+            best = min(best, candidate.cost.step_seconds) if candidate.cost.is_simulated else best
         if not found and known_seconds == inf:
             # The leanest shows what is missing.
             for way in sorted(crowded, key=lambda way: way.floor_bytes):
@@ -198,32 +208,44 @@ class Pricer:
             return candidate
         return best_of([self._costed(evaluator, stages, schedule, zero, checkpoint, best), candidate])[0]
 
-    def _recomputed(
-        self, way: Way, stages: Stages, candidate: Candidate | None, best: float, room_bytes: int
-    ) -> Candidate | None:
-        """With as few blocks run again as fit, where `candidate` does not fit without any, or fits with all of them."""
-        is_lean = way.checkpoint != "none"
-        fits = candidate is not None and candidate.fits
-        evaluator, (schedule, _), zero = way.evaluator, way.pipeline, way.zero
-        if self.setting.pins.activation_checkpoint is not None or fits != is_lean:
-            return None
-        if not is_lean and floor_bytes(evaluator, way.pipeline, zero, "full") > room_bytes:
-            return None
-        stages = candidate.stages if candidate else stages
-        hbm_bytes = candidate.hbm_bytes if candidate else self.devices.of(evaluator.mesh).hbm_bytes
-        recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes)
+    def _fitted(self, way: Way, cuts: Sequence[Stages], best: float, room_bytes: int) -> _Fitted:
+        """A way with as few blocks run again as fit, if nothing is said about that."""
+        if self.setting.pins.activation_checkpoint is not None:
+            return _Fitted(self._best_cut(cuts, *way.policy, best) if way.floor_bytes <= room_bytes else None)
+        if way.checkpoint == "none":
+            if floor_bytes(way.evaluator, way.pipeline, way.zero, "full") > room_bytes:
+                return _Fitted()
+            hbm_bytes = self.devices.of(way.evaluator.mesh).hbm_bytes
+            every = [self._recomputed(way, stages, hbm_bytes, best) for stages in cuts]
+            found = [fitted.candidate for fitted in every if fitted.candidate is not None]
+            return _Fitted(next(iter(best_of(found)), None), any(fitted.is_slow for fitted in every))
+        candidate = self._best_cut(cuts, *way.policy, best)
+        if candidate is None or not candidate.fits:
+            return _Fitted(candidate)
+        less = self._recomputed(way, candidate.stages, candidate.hbm_bytes, best).candidate
+        return _Fitted(best_of([candidate, less])[0] if less else candidate)
+
+    def _recomputed(self, way: Way, stages: Stages, hbm_bytes: tuple[int, ...], best: float) -> _Fitted:
+        """One cut with as few blocks run again as fit; without a candidate where none does or it is slow."""
+        evaluator, schedule, zero = way.evaluator, way.pipeline[0], way.zero
+        if loses_weights(evaluator.program, schedule, stages):
+            return _Fitted()
+        spare = spare_seconds(evaluator, stages, schedule, best)
+        recomputation = Recomputation(evaluator, stages, schedule, zero, hbm_bytes, spare)
         missing = [0] * len(hbm_bytes)
         for _ in range(_MOST_CORRECTIONS):
             checkpoint = recomputation.least(missing)
             if checkpoint is None:
-                return None
+                return _Fitted()
+            if cut_seconds(evaluator, stages, schedule, checkpoint) >= best:
+                return _Fitted(is_slow=True)
             found = self._costed(evaluator, stages, schedule, zero, checkpoint, best)
             if found.fits:
-                return best_of([candidate, found] if candidate is not None and fits else [found])[0]
+                return _Fitted(found)
             pairs = zip(found.cost.rank_memory, found.hbm_bytes, strict=True)
             short = (memory["total"] - size for memory, size in pairs)
             missing = [before + max(0, more) for before, more in zip(missing, short, strict=True)]
-        return None
+        return _Fitted()
 
     def candidate(
         self,

@@ -137,17 +137,20 @@ def _undominated(points: list[_Point]) -> list[_Point]:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Recomputation for one cut. `hbm_bytes`: by pipeline rank."""
+    """Recomputation for one cut. By pipeline rank `hbm_bytes`, and `spare_seconds`: what may be added to a microbatch's
+    part there before the plan is too slow to be wanted."""
 
     evaluator: Evaluator
     stages: tuple[tuple[int, int], ...]
     schedule: str
     zero: Zero
     hbm_bytes: tuple[int, ...]
+    spare_seconds: tuple[float, ...]
     _of_rank_groups: dict[tuple[int, tuple[str, ...]], list[Blocks]] = field(default_factory=dict, init=False)
 
     def least(self, missing_bytes: Sequence[int]) -> Checkpointing | None:
-        """The policies that add the fewest seconds; None where none fits.
+        """The policies that add the fewest seconds; None where none fits. Up to a rank where it is more than it may be:
+        those behind it then run nothing again.
 
         `missing_bytes`: by rank, what a former answer turned out to need beyond the memory there is.
         """
@@ -171,6 +174,8 @@ class Recomputation:
             seconds += found[0]
             for group, chosen in found[1]:
                 group.assign(policies, chosen)
+            if found[0] > self.spare_seconds[rank]:
+                return inf, tuple(policies)
         return seconds, tuple(policies)
 
     def _of_rank(
