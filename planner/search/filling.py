@@ -1,6 +1,9 @@
 """The most even cut into pipeline stages that fits, without a program.
 
-PLACEHOLDER
+Whether stages can stay below a number of seconds is seen by filling them from the last one on, each with as many units
+as stay below it and fit: later stages keep fewer microbatches, so what they can take is best taken there. The same pass
+tells the next larger number with which some stage would take a unit more. Between the largest that is known to be too
+small and the slowest stage of the best cut so far, the range is halved until the two meet.
 """
 
 from __future__ import annotations

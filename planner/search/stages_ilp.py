@@ -58,7 +58,8 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
     rooms = replace(cutting, room_bytes=inf) if has_several else cutting
     ends = cut_evenly(rooms, may_be_empty=not alike)
     price = objective(cutting, ends)
-    if price < inf and (has_several or is_large or _most_saved(cutting, ends) <= _NEGLIGIBLE * price):
+    step = price + sum(cutting.seconds)
+    if price < inf and (has_several or is_large or _most_saved(cutting, ends) <= _NEGLIGIBLE * step):
         return ends
     if is_large:
         ends = cut_evenly(rooms)
@@ -76,9 +77,9 @@ def best_cut(cutting: Cutting, *, time_limit_seconds: float | None = None) -> tu
 
 
 def _most_saved(cutting: Cutting, ends: Sequence[int]) -> float:
-    """What another cut saves at most where no slowest stage is faster: the price of its cuts over the cheapest."""
-    cheapest = min(cutting.cut_seconds[:-1], default=0.0)
-    return sum(cutting.cut_seconds[end - 1] - cheapest for end in ends)
+    """What another cut saves at most where no slowest stage is faster: the price of its cuts over the cheapest ones."""
+    cheapest = sorted(cutting.cut_seconds[:-1])[: len(ends)]
+    return sum(cutting.cut_seconds[end - 1] for end in ends) - sum(cheapest)
 
 
 def least_fullest(
