@@ -31,6 +31,9 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+_Key = tuple[int, str, int]  # equal to an action, and quicker to make
+
+
 def parse_action(text: str) -> Action:
     """The action that prints as `text`.
 
@@ -64,12 +67,12 @@ class ActionTable:
         The duration slot of (stage, kind) is `_slot`.
         """
         everything = list(chain.from_iterable(self.by_rank))
-        known = set(everything)
+        known: set[_Key] = set(everything)
         if len(known) != len(everything):
             raise ValueError("an action is scheduled twice")
         last_stage = max((action.stage for action in everything), default=0)
-        position: dict[Action, int] = {}
-        waiting: dict[Action, list[int]] = {}
+        position: dict[_Key, int] = {}
+        waiting: dict[_Key, list[int]] = {}
         next_of = [0] * len(self.by_rank)
         ready = list(range(len(self.by_rank)))
         steps: list[tuple[int, int, int, int, int]] = []
@@ -79,10 +82,11 @@ class ActionTable:
             while next_of[rank] < len(actions):
                 action = actions[next_of[rank]]
                 producer, edge, own = _needs(action, last_stage, known)
-                missing = next((need for need in (producer, own) if need is not None and need not in position), None)
+                missing = None if producer is None or producer in position else producer
+                missing = missing if own is None or own in position else missing or own
                 if missing is not None:
                     if missing not in known:
-                        raise ValueError(f"{action} needs {missing}, which no rank runs")
+                        raise ValueError(f"{action} needs {Action(*missing)}, which no rank runs")
                     waiting.setdefault(missing, []).append(rank)
                     break
                 steps.append(
@@ -111,18 +115,18 @@ def _slot(stage: int, kind: str) -> int:
     return len(KINDS) * stage + _SLOT[kind]
 
 
-def _needs(action: Action, last_stage: int, known: Container[Action]) -> tuple[Action | None, int, Action | None]:
+def _needs(action: Action, last_stage: int, known: Container[_Key]) -> tuple[_Key | None, int, _Key | None]:
     """What another stage must have made, over which edge, and what this stage must have run."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == FORWARD:
-        return (Action(stage - 1, FORWARD, microbatch), stage - 1, None) if stage else (None, -1, None)
-    if action.kind == WEIGHT_GRADIENT:
-        return None, -1, Action(stage, INPUT_GRADIENT, microbatch)
-    own = Action(stage, FORWARD, microbatch)
+    stage, kind, microbatch = action
+    if kind == FORWARD:
+        return ((stage - 1, FORWARD, microbatch), stage - 1, None) if stage else (None, -1, None)
+    if kind == WEIGHT_GRADIENT:
+        return None, -1, (stage, INPUT_GRADIENT, microbatch)
+    own = stage, FORWARD, microbatch
     if stage == last_stage:
         return None, -1, own
-    split = Action(stage + 1, INPUT_GRADIENT, microbatch)
-    return split if split in known else Action(stage + 1, BACKWARD, microbatch), stage, own
+    split = stage + 1, INPUT_GRADIENT, microbatch
+    return split if split in known else (stage + 1, BACKWARD, microbatch), stage, own
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,22 +13,24 @@ def _actions(ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
 
 
 def _of_rank(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Action, ...]:
-    total = microbatches * stages_per_rank
-    warmup = min(total, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks)
-    actions = [turn(i, FORWARD, rank, ranks, stages_per_rank) for i in range(warmup)]
-    for i in range(total):
-        if i + warmup < total:
-            actions.append(turn(i + warmup, FORWARD, rank, ranks, stages_per_rank))
-        actions.append(turn(i, BACKWARD, rank, ranks, stages_per_rank))
+    ahead, back = (turns(kind, rank, ranks, stages_per_rank, microbatches) for kind in (FORWARD, BACKWARD))
+    warmup = min(len(ahead), 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks)
+    actions = ahead[:warmup]
+    for i, action in enumerate(back):
+        actions.extend(ahead[warmup + i : warmup + i + 1])
+        actions.append(action)
     return tuple(actions)
 
 
-def turn(number: int, kind: str, rank: int, ranks: int, stages_per_rank: int) -> Action:
-    """The `number`-th action of a kind on a rank: groups of microbatches go through its stages one after the other."""
-    chunk = number // ranks % stages_per_rank
-    if kind != FORWARD:
-        chunk = stages_per_rank - 1 - chunk
-    return Action(chunk * ranks + rank, kind, number // (ranks * stages_per_rank) * ranks + number % ranks)
+def turns(kind: str, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
+    """The actions of a kind on a rank, in order: groups of microbatches go through its stages one after the other."""
+    stages = range(rank, ranks * stages_per_rank, ranks)
+    return [
+        Action(stage, kind, microbatch)
+        for group in range(0, microbatches, ranks)
+        for stage in (stages if kind == FORWARD else reversed(stages))
+        for microbatch in range(group, group + ranks)
+    ]
 
 
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:

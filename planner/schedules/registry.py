@@ -16,7 +16,7 @@ from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, Action, ActionTable
 
 # Warm-up is over, and as much is kept as ever will be, after so many microbatches per rank (all schedules but GPipe,
 # whose `in_flight` says so).
-_WARM_ROUNDS = 4
+_WARM_ROUNDS = 2
 
 Actions = tuple[tuple[Action, ...], ...]
 

@@ -5,7 +5,7 @@ Source: Qi et al. 2024, arXiv:2401.10241, section 3, in the order of PyTorch's S
 """
 
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from .interleaved import refuse_groups, turn
+from .interleaved import refuse_groups, turns
 from .registry import Actions, Schedule
 
 
@@ -14,20 +14,16 @@ def _actions(ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
 
 
 def _of_rank(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Action, ...]:
-    total = microbatches * stages_per_rank
-    warmup = min(total, ranks - rank - 1 + (stages_per_rank - 1) * ranks)
-
-    def of(kind: str, number: int) -> Action:
-        return turn(number, kind, rank, ranks, stages_per_rank)
-
-    actions = [of(FORWARD, i) for i in range(warmup)]
-    for i in range(total):
-        if i + warmup < total:
-            actions.append(of(FORWARD, i + warmup))
-        actions.append(of(INPUT_GRADIENT, i))
+    kinds = FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+    ahead, back, weights = (turns(kind, rank, ranks, stages_per_rank, microbatches) for kind in kinds)
+    warmup = min(len(ahead), ranks - rank - 1 + (stages_per_rank - 1) * ranks)
+    actions = ahead[:warmup]
+    for i, action in enumerate(back):
+        actions.extend(ahead[warmup + i : warmup + i + 1])
+        actions.append(action)
         if i >= rank:
-            actions.append(of(WEIGHT_GRADIENT, i - rank))
-    return (*actions, *(of(WEIGHT_GRADIENT, i) for i in range(max(0, total - rank), total)))
+            actions.append(weights[i - rank])
+    return (*actions, *weights[max(0, len(weights) - rank) :])
 
 
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:

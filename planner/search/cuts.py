@@ -50,21 +50,21 @@ class Cuts:
     ) -> Stages:
         mesh, (schedule, per_rank) = evaluator.mesh, pipeline
         last = self.num_units
-        units = evaluator.costs.by_unit(checkpoint)
+        sizes = evaluator.costs.unit_sizes(checkpoint)
         gpu, speeds = self.devices.cluster.gpu, self.devices.of(mesh)
         alive = alive_at_most(schedule, mesh.pp, mesh.microbatches, per_rank)
         rank_of = tuple(get_schedule(schedule).rank_of(s, mesh.pp) for s in range(mesh.pp * per_rank))
         cutting = Cutting(
-            seconds=units.seconds,
+            seconds=evaluator.costs.unit_seconds(checkpoint).through,
             held_bytes=evaluator.costs.states(zero),
-            kept_bytes=units.kept_bytes,
+            kept_bytes=sizes.kept,
             cut_seconds=evaluator.costs.cut_seconds,
             in_flight=tuple(each.total for each in alive),
             halfway=tuple(each.halfway for each in alive),
-            remade_bytes=units.remade_bytes,
+            remade_bytes=sizes.remade,
             rank_of=rank_of,
             microbatches=mesh.microbatches,
-            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - units.working_bytes),
+            room_bytes=float(gpu.hbm_bytes - gpu.overhead_bytes - sizes.working_bytes),
             pace=() if speeds.are_alike else tuple(slowdown[rank] for rank in rank_of),
             short_bytes=() if speeds.are_alike else tuple(float(gpu.hbm_bytes - size) for size in speeds.hbm_bytes),
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
+
+_ROUNDING = 1e-12  # of sums of bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +46,10 @@ class Cutting:
         halfway = self.halfway[stage] if self.halfway else 0
         return self.in_flight[stage] - halfway, halfway
 
-    def used_bytes(self, stage: int, first: int = 0, last: int | None = None) -> list[float]:
-        """What units [first, last) take of a stage's memory, each."""
+    def used_bytes(self, stage: int) -> list[float]:
+        """What each unit takes of a stage's memory."""
         untouched, halfway = self.alive(stage)
-        sizes = self.held_bytes, self.kept_bytes, self.remade_bytes or self.kept_bytes
-        units = zip(*(each[first:last] for each in sizes), strict=True)
+        units = zip(self.held_bytes, self.kept_bytes, self.remade_bytes or self.kept_bytes, strict=True)
         return [held + untouched * kept + halfway * remade for held, kept, remade in units]
 
     @property
@@ -63,13 +65,17 @@ class Cutting:
 def objective(cutting: Cutting, ends: Sequence[int]) -> float:
     """The slowest stage's part plus the price of the cuts; infinite where a stage is empty or does not fit."""
     bounds = [0, *ends, len(cutting.seconds)]
+    sizes = cutting.seconds, cutting.held_bytes, cutting.kept_bytes, cutting.remade_bytes or cutting.kept_bytes
+    time, held, kept, remade = ((0.0, *accumulate(each)) for each in sizes)
     slowest = 0.0
     used = [0.0] * len(cutting.rank_of)
     for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if last <= first:
             return inf
-        used[cutting.rank_of[stage]] += sum(cutting.used_bytes(stage, first, last))
-        slowest = max(slowest, cutting.pace_of(stage) * sum(cutting.seconds[first:last]))
-    if any(size > cutting.room_of(rank) for rank, size in enumerate(used) if size):
+        untouched, halfway = cutting.alive(stage)
+        activations = untouched * (kept[last] - kept[first]) + halfway * (remade[last] - remade[first])
+        used[cutting.rank_of[stage]] += held[last] - held[first] + activations
+        slowest = max(slowest, cutting.pace_of(stage) * (time[last] - time[first]))
+    if any(size > cutting.room_of(rank) * (1 + _ROUNDING) for rank, size in enumerate(used) if size):
         return inf
     return cutting.weight * slowest + sum(cutting.cut_seconds[end - 1] for end in ends)

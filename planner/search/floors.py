@@ -106,8 +106,8 @@ def _courses(
     evaluator: Evaluator, stages: Sequence[tuple[int, int]], schedule: str, recompute: Checkpointing
 ) -> list[_Course]:
     mesh, order = evaluator.mesh, get_schedule(schedule)
-    through = (0.0, *accumulate(evaluator.costs.by_unit(recompute).seconds))
-    ahead = (0.0, *accumulate(evaluator.costs.by_unit("none").forward_seconds))
+    through = (0.0, *accumulate(evaluator.costs.unit_seconds(recompute).through))
+    ahead = (0.0, *accumulate(evaluator.costs.unit_seconds("none").forward))
     before = ahead if order.splits_backward else through
     busy = [0.0] * mesh.pp
     waiting = [inf] * mesh.pp

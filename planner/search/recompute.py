@@ -225,14 +225,14 @@ class Recomputation:
         for blocks in of_template.values():
             blocks.sort()
             units = tuple(unit for _, unit, _ in blocks)
-            costs = {policy: self.evaluator.unit(units[0], recompute=policy) for policy in POLICIES}
+            sizes = self.evaluator.costs.bytes
             groups.append(
                 Blocks(
                     units=units,
                     in_flight=tuple(-count for count, _, _ in blocks),
                     seconds={policy: self._added(units[0], policy) for policy in POLICIES},
                     spared_bytes={policy: self._spared(blocks, policy, base) for policy in POLICIES},
-                    working_bytes={policy: costs[policy].working_bytes for policy in POLICIES},
+                    working_bytes={p: sizes.unit(units[0], recompute=p).working_bytes for p in POLICIES},
                 )
             )
         return groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ...cost_models.memory import Memory
 from ..schedules import Alive
@@ -66,13 +67,17 @@ class PricedStage:
         return alive.untouched * self.saved_bytes + alive.halfway * self.remade_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitAmounts:
-    """By unit, without the prelude: seconds of both directions and of the forward, and bytes kept of one microbatch
-    before and after it has run again; the most bytes that one works with."""
+class UnitSeconds(NamedTuple):
+    """By unit, without the prelude: both directions of one microbatch, and the forward."""
 
-    seconds: tuple[float, ...]
-    forward_seconds: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
-    remade_bytes: tuple[float, ...]
+    through: tuple[float, ...]
+    forward: tuple[float, ...]
+
+
+class UnitSizes(NamedTuple):
+    """By unit, without the prelude: bytes kept of one microbatch before and after it has run again; the most bytes that
+    one works with."""
+
+    kept: tuple[float, ...]
+    remade: tuple[float, ...]
     working_bytes: int

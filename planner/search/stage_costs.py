@@ -24,9 +24,10 @@ from .least_recompute import Recomputed
 from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES
-from .stage_cost import PricedStage, StageCost, UnitAmounts
+from .stage_cost import PricedStage, StageCost, UnitSeconds, UnitSizes
 from .stage_memory import StageMemory
 from .step_collectives import prepared_changes
+from .unit_bytes import UnitsBytes
 from .unit_costs import Seconds, UnitCosts
 from .unit_kinds import UnitKinds
 
@@ -84,6 +85,10 @@ class StageCosts:
     @cached_property
     def units(self) -> UnitCosts:
         return UnitCosts(program=self.program, prices=self.prices, kinds=self.kinds, keys=self.keys)
+
+    @cached_property
+    def bytes(self) -> UnitsBytes:
+        return UnitsBytes(program=self.program, prices=self.prices, keys=self.keys)
 
     @cached_property
     def _parameters(self) -> ParameterSeconds:
@@ -153,7 +158,7 @@ class StageCosts:
         kind = self.kinds.stage(first, last, recompute)
         known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind, is_remade)
         if key not in known:
-            known[key] = self.units.stage_saved_bytes(first, last, recompute=recompute, is_remade=is_remade)
+            known[key] = self.bytes.stage_saved_bytes(first, last, recompute=recompute, is_remade=is_remade)
         return known[key]
 
     def _passes(self, first: int, last: int, recompute: Checkpointing, kind: int) -> _Passes:
@@ -162,13 +167,13 @@ class StageCosts:
             return known[key]
         forward, backward, weights = Seconds(), Seconds(), Seconds()
         host_forward = host_backward = 0.0
-        working = 0
-        for unit, count in self.units.counted(range(max(first, 1), last), recompute=recompute):
+        mine = range(max(first, 1), last)
+        kinds = self.kinds.counted(mine, recompute)
+        for unit, count in self.units.counted(mine, recompute=recompute):
             forward, backward = forward + unit.forward * count, backward + unit.backward * count
             weights += unit.weights * count
             host_forward += unit.host_forward * count
             host_backward += unit.host_backward * count
-            working = max(working, unit.working_bytes)
         prelude = self.units.template(self.kinds.templates[0], recompute="none").forward
         prelude += self.units.changes_seconds(prepared_changes(self.program, first, last))[0]
         found = _Passes(
@@ -178,7 +183,9 @@ class StageCosts:
             prelude=prelude,
             host_forward=host_forward,
             host_backward=host_backward,
-            working_bytes=working,
+            working_bytes=max(
+                (self.bytes.unit(index, recompute=policy).working_bytes for index, policy in kinds), default=0
+            ),
         )
         known[key] = found
         return found
@@ -213,17 +220,28 @@ class StageCosts:
 
     # --- by unit, for the cut ---
 
-    def by_unit(self, recompute: Checkpointing) -> UnitAmounts:
+    def unit_seconds(self, recompute: Checkpointing) -> UnitSeconds:
         """What every unit but the prelude takes in one microbatch."""
-        known, key = self.prices.shared.costs, ("by unit", self.kinds, self._local, recompute)
+        if not isinstance(recompute, str):
+            of = {policy: zip(*self.unit_seconds(policy), strict=True) for policy in {*recompute}}
+            by_policy = {policy: tuple(pairs) for policy, pairs in of.items()}
+            chosen = (by_policy[policy][unit] for unit, policy in enumerate(recompute[1:]))
+            return UnitSeconds(*zip(*chosen, strict=True))
+        known, key = self.prices.shared.costs, ("unit seconds", self.kinds, self._local, recompute)
         if key not in known:
-            last = len(self.kinds.templates)
-            units = [self.units.unit(index, recompute=recompute) for index in range(1, last)]
-            known[key] = UnitAmounts(
-                seconds=tuple(unit.forward.total + unit.backward.total for unit in units),
-                forward_seconds=tuple(unit.forward.total for unit in units),
-                kept_bytes=tuple(float(unit.saved_bytes) for unit in units),
-                remade_bytes=tuple(float(unit.remade.num_bytes) for unit in units),
+            units = [self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates))]
+            through = tuple(unit.forward.total + unit.backward.total for unit in units)
+            known[key] = UnitSeconds(through, tuple(unit.forward.total for unit in units))
+        return known[key]
+
+    def unit_sizes(self, recompute: Checkpointing) -> UnitSizes:
+        """What every unit but the prelude keeps of one microbatch."""
+        known, key = self.prices.shared.costs, ("unit sizes", self.kinds, self._local, recompute)
+        if key not in known:
+            units = [self.bytes.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates))]
+            known[key] = UnitSizes(
+                kept=tuple(float(unit.kept.num_bytes) for unit in units),
+                remade=tuple(float(unit.remade.num_bytes) for unit in units),
                 working_bytes=max(unit.working_bytes for unit in units),
             )
         return known[key]
@@ -285,7 +303,7 @@ class StageCosts:
             units = range(1, len(self.kinds.templates))
             templates = (-1 if index in self.kinds.sharing else self.kinds.templates[index] for index in units)
             kept = zip(*map(self._least_kept, policies), strict=True)
-            seconds = zip(*(self.by_unit(policy).seconds for policy in policies), strict=True)
+            seconds = zip(*(self.unit_seconds(policy).through for policy in policies), strict=True)
             first: dict[_Alike, int] = {}
             counts: Counter[_Alike] = Counter()
             for index, alike in zip(units, map(_Alike, templates, kept, seconds), strict=True):
@@ -305,7 +323,7 @@ class StageCosts:
     def _least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
         known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local)
         if key not in known:
-            kept = self.units.first_kept_bytes(POLICIES)
+            kept = self.bytes.first_kept_bytes(POLICIES)
             known[key] = {
                 policy: tuple(size * (1 + FRAGMENTATION_FRACTION) for size in sizes)
                 for policy, sizes in zip(POLICIES, kept, strict=True)

@@ -1,32 +1,26 @@
-"""A lowered program -> seconds and bytes of every unit in one microbatch, whole or run again before its backward."""
+"""A lowered program -> seconds of every unit in one microbatch, whole or run again before its backward.
+
+What it keeps is in `unit_bytes.py`: most of what is timed is too slow for anyone to ask.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
 from ...cost_models.communication import overlapped_seconds
 from ...cost_models.compute import device_seconds, host_seconds
 from ..capture.graph import ModelGraph
-from ..checkpointing import POLICIES, Checkpointing, policy_of
-from ..sharding.mesh import MICROBATCH, Mesh
+from ..checkpointing import Checkpointing, policy_of
+from ..sharding.mesh import Mesh
 from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var
 from ..sharding.redistribute import Change
-from ..sharding.rules import kept_kernels
 from .host_seconds import conversion_host, operation_host, parameters_host
-from .kept import Kept, KeptTemplate, first_kept_bytes, stage_bytes
-from .kernels import stack_work, stack_works
-from .prices import Prices, overlap_slowdown, saved_on_device
+from .kernels import stack_works
+from .prices import Prices, overlap_slowdown
+from .run_again import NONE, SELECTIVE, keeps_result, runs_again
 from .split_backward import trained_operands
-from .storages import shares_memory
 from .unit_kinds import UnitKinds
-
-# What of a block runs again before its backward: nothing, all but products and attention, or all of it. Then what
-# published software does: the attention kernel, or all but attention and every second matrix product.
-RECOMPUTE = (*POLICIES, "attention", "operations")
-_NONE, _SELECTIVE, _FULL, _ATTENTION, _OPERATIONS = RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +62,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """A unit in one microbatch. `kept` lives until its backward, `remade` from when it has run again until its backward
-    is over; `working_bytes` lives only while it runs.
+    """A unit in one microbatch.
 
     `weights`: the part of the backward that makes gradients of parameters. `host_forward`, `host_backward`: seconds of
     the host, which `forward` and `backward` include where they are longer than the device's.
@@ -78,15 +71,8 @@ class UnitCost:
     forward: Seconds
     backward: Seconds
     weights: Seconds
-    kept: Kept
-    remade: Kept
-    working_bytes: int
     host_forward: float
     host_backward: float
-
-    @property
-    def saved_bytes(self) -> int:
-        return self.kept.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +109,17 @@ def _weights(steps: Sequence[_StepCost]) -> Seconds:
     return Seconds(compute=device if is_device else host)
 
 
+def _whole(steps: Sequence[_StepCost]) -> UnitCost:
+    """A unit of which nothing runs again."""
+    return UnitCost(
+        forward=_total(steps, forward=True),
+        backward=_total(steps, forward=False),
+        weights=_weights(steps),
+        host_forward=sum(step.host_forward for step in steps),
+        host_backward=sum(step.host_backward for step in steps),
+    )
+
+
 def _weights_fractions(lowered: TemplateProgram) -> dict[tuple[Var, ...], float]:
     """By the results of an operation: how much of its backward makes gradients of weights.
 
@@ -139,7 +136,7 @@ class UnitCosts:
     prices: Prices
     kinds: UnitKinds
     keys: tuple[int, ...]  # of the templates, as `Shared` has them
-    _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds, bool]] = field(default_factory=dict, init=False)
+    _edges: dict[tuple[int, int, int, int], tuple[Seconds, Seconds]] = field(default_factory=dict, init=False)
     _units: dict[tuple[int, str], UnitCost] = field(default_factory=dict, init=False)
 
     @property
@@ -159,56 +156,24 @@ class UnitCosts:
             cost = self.template(unit.template, recompute=policy)
             forward, backward = cost.forward, cost.backward
             for position in range(len(unit.inputs)):
-                ahead, back, _ = self._edge(index, position)
+                ahead, back = self._edge(index, position)
                 forward, backward = forward + ahead, backward + back
             self._units[key] = replace(cost, forward=forward, backward=backward)
         return self._units[key]
 
     def counted(self, units: range, *, recompute: Checkpointing) -> Iterator[tuple[UnitCost, int]]:
         """The costs of some units, equal ones once, and how many of each there are."""
-        counts = Counter((self.kinds.alike[index], policy_of(recompute, index)) for index in units)
-        for (index, policy), count in counts.items():
+        for (index, policy), count in self.kinds.counted(units, recompute).items():
             yield self.unit(index, recompute=policy), count
 
-    def stage_saved_bytes(self, first: int, last: int, *, recompute: Checkpointing, is_remade: bool = False) -> int:
-        """What autograd keeps of one microbatch of units [first, last), before or after all of them have run again."""
-
-        def kept(index: int) -> Kept:
-            unit = self.unit(index, recompute=recompute)
-            return unit.remade if is_remade else unit.kept
-
-        return stage_bytes(
-            self.program,
-            range(max(first, 1), last),
-            kept,
-            lambda index, position: self._edge(index, position)[2],
-        )
-
-    def first_kept_bytes(self, policies: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Under each policy, of every unit but the prelude what autograd keeps of one microbatch for no unit before it,
-        whatever the policies of those."""
-
-        def kept_under(policy: str) -> Callable[[int], Kept]:
-            return lambda index: self.unit(index, recompute=policy).kept
-
-        return first_kept_bytes(
-            self.program,
-            range(1, len(self.graph.units)),
-            [kept_under(policy) for policy in policies],
-            lambda index, position: self._edge(index, position)[2],
-        )
-
-    def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds, bool]:
-        """Conversions at an input, and whether they leave its memory as it is; what they made is kept by the unit."""
+    def _edge(self, index: int, position: int) -> tuple[Seconds, Seconds]:
+        """Conversions at an input."""
         unit = self.graph.units[index]
         value = unit.inputs[position]
         key = (self.graph.units[value.unit].template, value.output, unit.template, position)
         if key not in self._edges:
             steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
-            forward, backward = self.changes_seconds(steps)
-            # What microbatches take of a value is cut before they run.
-            is_view = all(step.axis == MICROBATCH or shares_memory(step) for step in steps)
-            self._edges[key] = forward, backward, is_view
+            self._edges[key] = self.changes_seconds(steps)
         return self._edges[key]
 
     def changes_seconds(self, steps: Sequence[Change]) -> tuple[Seconds, Seconds]:
@@ -228,82 +193,35 @@ class UnitCosts:
     def template(self, index: int, *, recompute: str) -> UnitCost:
         """A unit of a template without its edges."""
         lowered = self.program.templates[index]
-        policy = recompute if lowered.template.is_module else _NONE
+        policy = recompute if lowered.template.is_module else NONE
         known = self.prices.shared.costs
         key = ("template", self.keys[index], policy)
         if key not in known:
             by_step = ("steps", self.keys[index])
             if by_step not in known:
                 known[by_step] = self._step_costs(lowered)
-            if policy == _NONE:
-                known[key] = self._template(index, known[by_step])
-            else:
-                known[key] = self._recomputed(index, policy, known[by_step])
+            known[key] = _whole(known[by_step]) if policy == NONE else self._recomputed(index, policy, known[by_step])
         return known[key]
 
     def _recomputed(self, index: int, policy: str, steps: Sequence[_StepCost]) -> UnitCost:
-        """Checkpointing: part of the forward runs again before the backward, and what it makes is not kept."""
-        plain = self.template(index, recompute=_NONE)
+        """Checkpointing: part of the forward runs again before the backward."""
+        plain = self.template(index, recompute=NONE)
         lowered = self.program.templates[index]
-        again = self._again(lowered, policy)
-        if policy == _SELECTIVE:
+        again = runs_again(lowered, policy, self.prices)
+        if policy == SELECTIVE:
             pairs = zip(steps, lowered.steps, strict=False)
             steps = [*(_messages_only(cost) if keeps_result(step) else cost for cost, step in pairs), steps[-1]]
         # Parameters, the last entry, are read again with whatever is run again.
         repeated = [step for step, runs in zip(steps, [*again, True], strict=True) if runs]
         forward = _total(repeated, forward=True)
         forward += Seconds(compute=self.prices.cluster.gpu.host.checkpoint_seconds)
-        of_template = self._kept(index)
-        if policy == _FULL:
-            kept = of_template.inputs()
-            working = plain.working_bytes + plain.saved_bytes
-        elif policy == _SELECTIVE:
-            # Another mesh may have lowered it: the same steps, whose layouts name other axes.
-            results = [step for step in of_template.lowered.steps if keeps_result(step)]
-            kept = of_template.inputs(results)
-            # What autograd keeps of these results is there already when the rest is computed again.
-            working = plain.working_bytes + of_template.kept(there=results).num_bytes
-        else:
-            kept = of_template.kept(without=again)
-            working = plain.working_bytes + plain.saved_bytes - kept.num_bytes
         return UnitCost(
             forward=plain.forward,
             backward=plain.backward + forward,
             weights=plain.weights,
-            kept=kept,
-            remade=plain.kept,
-            working_bytes=working,
             host_forward=plain.host_forward,
             host_backward=plain.host_backward + sum(step.host_forward for step in repeated),
         )
-
-    def _again(self, lowered: TemplateProgram, policy: str) -> list[bool]:
-        """Which steps of a template run again."""
-        if policy == _ATTENTION:
-            return [isinstance(step, Compute) and "attention" in step.node.op for step in lowered.steps]
-        if policy == _OPERATIONS:
-            found: list[bool] = []
-            products = 0
-            for step in lowered.steps:
-                if isinstance(step, Convert):
-                    found.append(False)
-                    continue
-                forward = stack_work(step.node, step.operand_types, step.outputs, self.prices.stack).forward
-                products += bool(forward.gemms)
-                found.append(not forward.attention_flops and (not forward.gemms or products % 2 == 0))
-            return found
-        last = len(lowered.steps)
-        if self.prices.stack.recompute == "until last saved":
-            last = 0
-            for index, step in enumerate(lowered.steps):
-                if isinstance(step, Compute) and any(value.requires_grad for value in step.outputs):
-                    saved = saved_on_device(step.node, step.operand_types, step.outputs, step.call, self.prices.kernels)
-                    # An operand is kept before the operation runs, a result after it.
-                    if saved.outputs or saved.extra_bytes:
-                        last = index + 1
-                    elif saved.operands:
-                        last = index
-        return [index < last for index in range(len(lowered.steps))]
 
     def _step_costs(self, lowered: TemplateProgram) -> list[_StepCost]:
         gpu, stack = self.prices.cluster.gpu, self.prices.stack
@@ -363,36 +281,6 @@ class UnitCosts:
             shown = overlapped_seconds(beside, seconds, slowdown=slowdown) - beside
             found[index] = replace(steps[index], backward=replace(steps[index].backward, tp=shown))
         return found
-
-    def _kept(self, index: int) -> KeptTemplate:
-        known, key = self.prices.shared.costs, ("kept", self.keys[index])
-        if key not in known:
-            known[key] = KeptTemplate(self.program.templates[index], self.prices)
-        return known[key]
-
-    def _template(self, index: int, steps: Sequence[_StepCost]) -> UnitCost:
-        kept = self._kept(index).kept()
-        return UnitCost(
-            forward=_total(steps, forward=True),
-            backward=_total(steps, forward=False),
-            weights=_weights(steps),
-            kept=kept,
-            remade=kept,
-            working_bytes=self._working_bytes(self.program.templates[index]),
-            host_forward=sum(step.host_forward for step in steps),
-            host_backward=sum(step.host_backward for step in steps),
-        )
-
-    @staticmethod
-    def _working_bytes(lowered: TemplateProgram) -> int:
-        """The largest result and its gradient."""
-        results = (value.num_bytes for step in lowered.steps if isinstance(step, Compute) for value in step.outputs)
-        return 2 * max(results, default=0)
-
-
-def keeps_result(step: Compute | Convert) -> TypeGuard[Compute]:
-    """Whether selective checkpointing keeps what a step makes: the result of a product, or of attention."""
-    return isinstance(step, Compute) and bool(kept_kernels(step.node.op))
 
 
 def _on_axis(axis: str, seconds: float) -> Seconds:

@@ -5,6 +5,7 @@ All of it depends on the graph alone, so it is worked out once for all meshes an
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,6 +53,12 @@ class UnitKinds:
         for index in self.alike[1:]:
             found[index] = found.get(index, 0) + 1
         return tuple(found.items())
+
+    def counted(self, units: range, recompute: Checkpointing) -> Counter[tuple[int, str]]:
+        """(first unit of a kind, policy), and how many of `units` are such."""
+        if isinstance(recompute, str):
+            return Counter((index, recompute) for index in self.alike[units.start : units.stop])
+        return Counter(zip(self.alike[units.start : units.stop], recompute[units.start : units.stop], strict=True))
 
     @cached_property
     def templates(self) -> tuple[int, ...]:

@@ -243,6 +243,8 @@ def saved_of(node: Node, operands: LocalTypes, call: Call | None = None, kernels
     else:
         special = rule.saved_by.get(call.target) or rule.saved_by.get(kernels)
         saved = rule.saved(node) if special is None else special(node, operands, call)
+    if not saved.wanted_by:
+        return saved
 
     def is_kept(position: int) -> bool:
         wanting = [other for kept, other in saved.wanted_by if kept == position]

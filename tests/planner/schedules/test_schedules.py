@@ -36,7 +36,9 @@ SHAPES = [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 4), (4, 1, 9), (3, 
 
 
 @pytest.mark.parametrize("name", schedule_names())
-@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [*SHAPES, (2, 2, 32), (4, 2, 7), (2, 1, 16)])
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "microbatches"), [*SHAPES, (2, 2, 32), (4, 2, 7), (2, 1, 16), (4, 3, 24), (3, 2, 13)]
+)
 def test_what_is_kept_is_what_the_actions_hold(name: str, ranks: int, per_rank: int, microbatches: int) -> None:
     schedule = get_schedule(name)
     if reason := schedule.refuse(ranks, per_rank, microbatches):
