@@ -13,7 +13,7 @@ from .interrupts import Interrupted, interruptible, keyboard_interrupt
 
 # Objects made until young ones are looked through, and how often older ones are: a search makes millions and frees most
 # without help; at Python's own settings looking for garbage takes a tenth of it.
-_GARBAGE_THRESHOLDS = (200_000, 20, 100)
+_GARBAGE_THRESHOLDS = (1_000_000, 20, 100)
 
 
 def program() -> int:

@@ -4,6 +4,7 @@ Without bubble where F, I and W take alike, in the memory of 1F1B.
 Source: Qi et al. 2024, arXiv:2401.10241, section 6, in the order of PyTorch's ScheduleZBVZeroBubble.
 """
 
+from collections import defaultdict
 from itertools import count
 
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
@@ -15,42 +16,25 @@ def _actions(ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
 
 
 def _of_rank(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    there, back = rank, 2 * ranks - 1 - rank
+    stages = rank, 2 * ranks - 1 - rank
+    kinds = FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+    (f, i, w), (f_back, i_back, w_back) = ([(stage, kind) for kind in kinds] for stage in stages)
     # The pattern is that of a full pipeline; microbatches that there are not are left out of it.
     planned = max(2 * ranks - 1, microbatches)
-    numbers = {(stage, kind): count() for stage in (there, back) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)}
-    done = dict.fromkeys(numbers, 0)
-    found: list[Action] = []
-
-    def run(stage: int, *kinds: str) -> None:
-        for kind in kinds:
-            found.append(Action(stage, kind, next(numbers[stage, kind])))
-            done[stage, kind] += 1
-
-    def drain(stage: int) -> None:
-        while done[stage, WEIGHT_GRADIENT] < done[stage, INPUT_GRADIENT]:
-            run(stage, WEIGHT_GRADIENT)
-
-    for _ in range(2 * (ranks - rank) - 1):
-        run(there, FORWARD)
-    for _ in range(rank):
-        run(back, FORWARD)
-        run(there, FORWARD)
-    for _ in range(ranks - rank):
-        run(back, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-    while done[back, FORWARD] < done[there, FORWARD] or done[there, FORWARD] < planned:
-        if done[there, FORWARD] < planned:
-            run(there, FORWARD)
-        run(there, INPUT_GRADIENT, WEIGHT_GRADIENT)
-        run(back, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-    for _ in range(rank):
-        run(there, INPUT_GRADIENT)
-        run(back, INPUT_GRADIENT)
-    for _ in range(ranks - rank):
-        run(there, INPUT_GRADIENT, WEIGHT_GRADIENT)
-    drain(back)
-    drain(there)
-    return tuple(action for action in found if action.microbatch < microbatches)
+    pattern = (
+        [f] * (2 * (ranks - rank) - 1)
+        + [f_back, f] * rank
+        + [f_back, i_back, w_back] * (ranks - rank)
+        + [f, i, w, f_back, i_back, w_back] * (planned - (2 * ranks - 1 - rank))
+        + [i, w, f_back, i_back, w_back] * (ranks - 1 - rank)
+        + [i, i_back] * rank
+        + [i, w] * (ranks - rank)
+        + [w_back] * rank
+        + [w] * rank
+    )
+    numbers: dict[tuple[int, str], count[int]] = defaultdict(count)
+    numbered = (Action(*each, next(numbers[each])) for each in pattern)
+    return tuple(action for action in numbered if action.microbatch < microbatches)
 
 
 def _refuse(ranks: int, stages_per_rank: int, microbatches: int) -> str:
