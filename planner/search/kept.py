@@ -64,7 +64,9 @@ class KeptTemplate:
             if without and without[index]:
                 continue
             saved = self._saved(step)
-            if id(step) not in done:
+            if id(step) in done:
+                extra += saved.extra_bytes - saved.kernel_bytes
+            else:
                 extra += saved.extra_bytes + kept_by_kernels(step.node, step.operand_types, self.prices.stack)
             kept = [step.operands[i] for i in saved.operands] + [step.results[i] for i in saved.outputs]
             for i, apart in saved.flattened:
@@ -83,7 +85,7 @@ class KeptTemplate:
         """What is kept of a unit that runs again: its inputs, and what some kernels have made, statistics included."""
         made_again = [self.storages.root(made) for step in results for made in step.results]
         values = {made: self.storages.num_bytes[made] for made in (*self.lowered.inputs, *made_again)}
-        extra = sum(self._saved(step).extra_bytes for step in results)
+        extra = sum(self._saved(step).kernel_bytes for step in results)
         return self._kept(values, extra)
 
     def _kept(self, values: Mapping[Var, int], extra_bytes: int) -> Kept:

@@ -119,7 +119,7 @@ _KERNELS = (
 def _saved(node: Node) -> Saved:
     """Query, key, value, mask, the output and a float32 log-sum-exp for each query."""
     rows = node.output.numel // node.output.shape[-1]
-    return Saved(operands=tuple(range(len(node.operands))), outputs=(0,), extra_bytes=4 * rows)
+    return Saved(operands=tuple(range(len(node.operands))), outputs=(0,), extra_bytes=4 * rows, kernel_bytes=4 * rows)
 
 
 def _cpu_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
@@ -133,18 +133,18 @@ def _cpu_saved(node: Node, operands: LocalTypes, call: Call) -> Saved:
     has_one_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
     is_one_kernel = len(query.shape) == _KERNEL_RANK and has_one_size and not is_drawn
     if is_one_kernel and not (mask is not None and mask.requires_grad):
-        extra = ITEM_BYTES["float32"] * rows
+        extra = sums = ITEM_BYTES["float32"] * rows
         if call.target == "causal_attention_rows":  # the last rank sees all keys, by a mask
             extra += item * query.shape[-2] * key.shape[-2]
         if mask is not None and mask.dtype == "bool":
-            return Saved(operands=(0, 1, 2), outputs=(0,), extra_bytes=extra + item * mask.numel)
-        return Saved(operands=tuple(range(len(operands))), outputs=(0,), extra_bytes=extra)
+            return Saved(operands=(0, 1, 2), outputs=(0,), extra_bytes=extra + item * mask.numel, kernel_bytes=sums)
+        return Saved(operands=tuple(range(len(operands))), outputs=(0,), extra_bytes=extra, kernel_bytes=sums)
     # Scaled queries and keys, the softmax and, where it drops, factors and results; keys and values of every head.
     repeats = query.shape[-3] // key.shape[-3] if len(query.shape) > _KERNEL_RANK - 1 else 1
     extra = query.num_bytes + repeats * key.num_bytes + item * scores * (3 if is_drawn else 1)
     if repeats > 1:
-        return Saved(extra_bytes=extra + repeats * value.num_bytes)
-    return Saved(operands=(2,), extra_bytes=extra, flattened=((2, 2),))
+        return Saved(extra_bytes=extra + repeats * value.num_bytes, kernel_bytes=item * scores)
+    return Saved(operands=(2,), extra_bytes=extra, kernel_bytes=item * scores, flattened=((2, 2),))
 
 
 register(

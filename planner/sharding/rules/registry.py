@@ -94,6 +94,7 @@ class Saved:
     """What autograd keeps for the backward: operand and output positions, and bytes of masks, statistics and the like.
 
     `wanted_by`: (kept operand, operand whose gradient needs it); an operand that is in no pair is kept in any case.
+    `kernel_bytes`: of `extra_bytes`, what the kernels of the rule make beside the results (log-sum-exps, scores).
     `flattened`: (kept operand, how many last dims stay apart): the dims before these are read as one, and where
     they do not lie so in memory a copy is kept instead.
     """
@@ -101,6 +102,7 @@ class Saved:
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra_bytes: int = 0
+    kernel_bytes: int = 0
     wanted_by: tuple[tuple[int, int], ...] = ()
     flattened: tuple[tuple[int, int], ...] = ()
 
