@@ -292,6 +292,11 @@ def _check_facts(data: Json, where: str) -> None:
             f"$.stages[{index}].first is {stage['first']}, but stage {index - 1} ends at {stages[index - 1]['last']}",
             "stages follow each other without gap or overlap",
         )
+        require(
+            stage.get("rank", index) < mesh["pp"],
+            f"$.stages[{index}].rank is {stage.get('rank', index)}, but $.mesh.pp is {mesh['pp']}",
+            "write the pipeline rank that holds the stage; the first is 0",
+        )
     by_block = data.get("checkpoint_by_block", {})
     require(
         (data["activation_checkpoint"] == MIXED) == bool(by_block),

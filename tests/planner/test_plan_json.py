@@ -118,6 +118,7 @@ EDITS = [
     (("zero_by_block",), {}, "$.zero_by_block names no block", "$.zero"),
     (("checkpoint_by_block",), {}, "$.checkpoint_by_block names no block", "$.activation_checkpoint"),
     (("stages", 1, "first"), 7, "$.stages[1].first is 7, but stage 0 ends at 6", "without gap"),
+    (("stages", 1, "rank"), 2, "$.stages[1].rank is 2, but $.mesh.pp is 2", "the first is 0"),
     (("stages", 0, "last"), 1, "$.stages[0] holds no unit", "at least one"),
     (("stages", 0, "memory_bytes"), {}, "$.stages[0].memory_bytes lacks total", "add it"),
     (("tensors", "wte.weight", "tp"), "S0", '$.tensors["wte.weight"].tp is "S0"', "S(dim)"),
