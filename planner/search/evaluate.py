@@ -233,43 +233,51 @@ class Evaluator:
         """Why the placements let no dp rank take more microbatches than another; "" where they do."""
         return why_even(self.program)
 
-    def ranks(
-        self, stages: Sequence[tuple[int, int]], *, schedule: str, zero: Zero, activation_checkpoint: Checkpointing
-    ) -> list[PipelineRank]:
-        """Every pipeline rank at the pace of the slowest."""
+    def rank(
+        self,
+        rank: int,
+        stages: Sequence[tuple[int, int]],
+        *,
+        schedule: str,
+        zero: Zero,
+        activation_checkpoint: Checkpointing,
+    ) -> PipelineRank:
+        """One pipeline rank at the pace of the slowest."""
         work = _Work(tuple(stages), get_schedule(schedule), zero, activation_checkpoint)
-        return self._ranks(work, self.slowdown, self.mesh.microbatches)
+        return self._ranks(work, self.slowdown, self.mesh.microbatches, range(rank, rank + 1))[0]
 
-    def _ranks(self, work: _Work, pace: tuple[float, ...], microbatches: int) -> list[PipelineRank]:
-        """Every pipeline rank; those with equal stages and messages are one object. `pace`: as `slowdown`."""
-        ranks, stages, order, zero = self.mesh.pp, work.stages, work.order, work.zero
-        waited = [0] * len(stages)
-        if highest(zero) == FREED and self.mesh.state_ranks > 1:
-            shape = order.name, ranks, microbatches, len(stages) // ranks
-            waited = [gathers_waited_for(*shape, stage) for stage in range(len(stages))]
-        priced = [
-            self.costs.priced(*stage, zero, work.activation_checkpoint, times)
-            for stage, times in zip(stages, waited, strict=True)
-        ]
-        sends = [self._stage_send_seconds(order, s, stages) for s in range(len(stages))]
-        kept = kept_at_once(order.name, ranks, microbatches, len(stages) // ranks)
+    def _ranks(
+        self, work: _Work, pace: tuple[float, ...], microbatches: int, wanted: range | None = None
+    ) -> list[PipelineRank]:
+        """The ranks of a pipeline, all if not said; those with equal stages and messages are one object. `pace`: as
+        `slowdown`."""
+        num_ranks, stages, order, zero = self.mesh.pp, work.stages, work.order, work.zero
+        shape = order.name, num_ranks, microbatches, len(stages) // num_ranks
+        kept, placed = kept_at_once(*shape), stages_by_rank(order.name, num_ranks, len(stages))
+        waits = highest(zero) == FREED and self.mesh.state_ranks > 1
+        stack = self.prices.stack
         known: dict[object, PipelineRank] = {}
         found: list[PipelineRank] = []
-        stack = self.prices.stack
-        priced = [buffered(stage, s, self.program, stack, len(stages)) for s, stage in enumerate(priced)]
-        for rank, mine in enumerate(stages_by_rank(order.name, ranks, len(stages))):
+        for rank in range(num_ranks) if wanted is None else wanted:
+            mine = placed[rank]
             slowdown = pace[rank] if pace else 1.0
-            of_stage = tuple((priced[s], sends[s], s == 0) for s in mine)
+            of_stage: list[tuple[PricedStage, float, bool]] = []
+            for s in mine:
+                waited = gathers_waited_for(*shape, s) if waits else 0
+                priced = self.costs.priced(*stages[s], zero, work.activation_checkpoint, waited)
+                priced = buffered(priced, s, self.program, stack, len(stages))
+                of_stage.append((priced, self._stage_send_seconds(order, s, stages), s == 0))
             counts = microbatches_kept(kept[rank], mine, stack, len(stages))
-            key = (of_stage, slowdown, counts)
+            key = (*of_stage, slowdown, counts)
             if key not in known:
-                known[key] = self._rank(of_stage, slowdown, counts, order, highest(zero), is_pipeline=len(stages) > 1)
+                is_pipeline = len(stages) > 1
+                known[key] = self._rank(of_stage, slowdown, counts, order, highest(zero), is_pipeline=is_pipeline)
             found.append(known[key])
         return found
 
     def _rank(
         self,
-        of_stage: tuple[tuple[PricedStage, float, bool], ...],
+        of_stage: Sequence[tuple[PricedStage, float, bool]],
         slowdown: float,
         kept: Sequence[Sequence[Alive]],
         order: Schedule,

@@ -73,9 +73,9 @@ class Resharding:
         zero = [FREED] * len(self.evaluator.graph.units)
         for unit in kept:
             zero[unit] = KEPT
-        return self.evaluator.ranks(
-            self.stages, schedule=self.schedule, zero=tuple(zero), activation_checkpoint=self.checkpoint
-        )[rank]
+        return self.evaluator.rank(
+            rank, self.stages, schedule=self.schedule, zero=tuple(zero), activation_checkpoint=self.checkpoint
+        )
 
     def _kinds(self, mine: Sequence[int]) -> Iterator[list[_Block]]:
         """The blocks of a rank's stages that are alike, the last ones first."""
