@@ -6,9 +6,11 @@ the unreduced one for reduce_scatter, the local one for all_to_all, what is sent
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, gcd, log2
 
 from .hardware import Cluster, Link, Network
@@ -49,6 +51,8 @@ def axis_group(size: int, stride: int, cluster: Cluster, *, world_size: int | No
     Where groups differ (an axis that does not fit into nodes evenly) the most spread one is taken: of all groups of a
     `world_size`, else of those that begin in the first `stride` ranks.
     """
+    if cluster.nodes:
+        return _on_nodes(((size, stride),), cluster)
     period = cluster.gpus_per_node // gcd(size * stride, cluster.gpus_per_node)
     blocks = 1 if world_size is None else min(period, max(1, world_size // (size * stride)))
     bases = tuple(block * size * stride for block in range(blocks))
@@ -63,17 +67,25 @@ def joint_group(extents: Sequence[tuple[int, int]], cluster: Cluster) -> Group:
             merged[-1] = merged[-1][0] * size, stride
         else:
             merged.append((size, stride))
+    if cluster.nodes:
+        return _on_nodes(tuple(merged), cluster)
     if len(merged) > 1:
         return _most_spread_of_several(tuple(merged), cluster.gpus_per_node, _gpus_per_board(cluster))
     return axis_group(*merged[0], cluster)
 
 
-@lru_cache(maxsize=1 << 10)
-def _most_spread_of_several(extents: tuple[tuple[int, int], ...], gpus_per_node: int, gpus_per_board: int) -> Group:
-    """As `_most_spread`, of groups with gaps, by counting."""
+def _offsets(extents: Sequence[tuple[int, int]]) -> list[int]:
+    """The ranks of a group, counted from its first."""
     offsets = [0]
     for size, stride in extents:
         offsets = [offset + i * stride for offset in offsets for i in range(size)]
+    return offsets
+
+
+@lru_cache(maxsize=1 << 10)
+def _most_spread_of_several(extents: tuple[tuple[int, int], ...], gpus_per_node: int, gpus_per_board: int) -> Group:
+    """As `_most_spread`, of groups with gaps, by counting."""
+    offsets = _offsets(extents)
     starts = range(min(extents[-1][1], gpus_per_node))
     nodes, boards = max(
         (on_nodes, ceil(len({(first + offset) // gpus_per_board for offset in offsets}) / on_nodes))
@@ -96,7 +108,44 @@ def edge_group(stage: int, stride: int, cluster: Cluster) -> Group:
 
     Within a node some edges cross to the next node and some do not; the slowest pair of an edge counts.
     """
+    if cluster.nodes:
+        return _counted([(rank, rank + stride) for rank in range(stage * stride, (stage + 1) * stride)], cluster)
     return _most_spread(2, stride, (stage * stride,), cluster.gpus_per_node, _gpus_per_board(cluster))
+
+
+@lru_cache(maxsize=1 << 10)
+def _on_nodes(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Group:
+    """The group of some axes where nodes have different sizes, by counting all groups of the cluster."""
+    offsets, world_size = _offsets(extents), len(cluster.nodes)
+    starts = (r for r in range(world_size) if all(r // stride % size == 0 for size, stride in extents))
+    return _counted([[first + o for o in offsets] for first in starts if first + offsets[-1] < world_size], cluster)
+
+
+def _counted(groups: Sequence[Sequence[int]], cluster: Cluster) -> Group:
+    """Of groups of ranks, all of one size and at work at the same time, the one on most nodes and with most beside it
+    there. A smaller node has fewer NICs: as many groups there are worth more on the largest."""
+    begins = (0, *accumulate(cluster.node_sizes))
+    per_board = _gpus_per_board(cluster)
+    on = [Counter(cluster.nodes[rank] for rank in group) for group in groups]
+    crossing = Counter(node for nodes in on if len(nodes) > 1 for node in nodes)
+
+    def beside(nodes: Counter[int]) -> int:
+        if len(nodes) == 1:
+            return max(1, cluster.gpus_per_node // nodes.total())
+        return max(ceil(crossing[node] * cluster.gpus_per_node / cluster.node_sizes[node]) for node in nodes)
+
+    def boards(group: Sequence[int]) -> int:
+        found = {(node, (rank - begins[node]) // per_board) for rank in group for node in (cluster.nodes[rank],)}
+        return max(Counter(node for node, _ in found).values())
+
+    nodes = max(on, key=lambda nodes: (len(nodes), beside(nodes), max(nodes.values())))
+    return Group(
+        size=nodes.total(),
+        ranks_per_node=max(nodes.values()),
+        nodes=len(nodes),
+        groups_per_node=beside(nodes),
+        boards=max(map(boards, groups)),
+    )
 
 
 def _gpus_per_board(cluster: Cluster) -> int:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..cost_models.errors import AutoparError
-from ..cost_models.hardware import Cluster, cluster_with
+from ..cost_models.hardware import Cluster, cluster_with, cut_to
 from ..cost_models.memory import COMPUTE_BYTES
 from ..cost_models.optimizer import get_optimizer
 from ..cost_models.stacks import load_stack
@@ -90,6 +90,7 @@ def check_request(request: PlanRequest) -> Cluster:
     """
     cluster = cluster_with(request.cluster, request.cluster_overrides)
     cluster.check_gpus(request.gpus)
+    cluster = cut_to(cluster, request.gpus)
     get_optimizer(request.optimizer)
     load_stack(request.stack)
     if request.precision not in COMPUTE_BYTES:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..cost_models.communication import GRADIENT_SYNCS, gradient_sync_seconds, joint_group
-from ..cost_models.hardware import cluster_with
+from ..cost_models.hardware import cluster_with, cut_to
 from ..cost_models.memory import COMPUTE_BYTES
 from ..cost_models.units import format_bytes, format_seconds
 from .plan import Plan
@@ -33,7 +33,7 @@ def gradient_sync_table(plan: Plan) -> Table:
     Raises:
         AutoparError: the plan's cluster is not there.
     """
-    cluster = cluster_with(plan.cluster, plan.cluster_overrides)
+    cluster = cut_to(cluster_with(plan.cluster, plan.cluster_overrides), plan.gpus)
     mesh = Mesh(**plan.mesh, shares=())
     if plan.zero_shard_size:
         mesh = replace(mesh, replicas=mesh.state_ranks // plan.zero_shard_size)

@@ -87,12 +87,16 @@ def show(
         return
     print_result(f"{entry.name}: {entry.description}")
     if isinstance(entry, Cluster):
-        rows = [*_rows(asdict(entry), skip=("gpu", "sources", "name", "description"))]
+        rows = [*_rows(asdict(entry), skip=("gpu", "groups", "sources", "name", "description"))]
+        for group in entry.groups:
+            size = group.gpus_per_node or entry.gpus_per_node
+            rows.append(("groups", f"{group.nodes} nodes of {size} {group.gpu.name}"))
         print_table(_facts("Cluster", rows))
         print_table(_sources("Sources of the cluster", entry.sources))
-    gpu = entry.gpu if isinstance(entry, Cluster) else entry
-    print_table(_facts(f"GPU {gpu.name}", _rows(asdict(gpu), skip=("sources", "name", "description"))))
-    print_table(_sources("Sources of the GPU", gpu.sources))
+    gpus = [group.gpu for group in entry.groups] or [entry.gpu] if isinstance(entry, Cluster) else [entry]
+    for gpu in dict.fromkeys(gpus):
+        print_table(_facts(f"GPU {gpu.name}", _rows(asdict(gpu), skip=("sources", "name", "description"))))
+        print_table(_sources("Sources of the GPU", gpu.sources))
 
 
 def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -130,5 +134,16 @@ def _shown(name: str, value: object) -> str:
             return f"{value * 1e6:.4g} us"
         return f"{value:g}" if isinstance(value, float) else str(value)
     if isinstance(value, tuple):
-        return ", ".join(f"{ranks} ranks {format_bytes_per_second(rate)}" for ranks, rate in value) or "-"
+        return ", ".join(_item(name, item) for item in value) or "-"
     return str(value)
+
+
+def _item(name: str, item: object) -> str:
+    """One of several numbers: a rate by ranks, a measured (operation, ranks, curve), or a point of a curve."""
+    match item:
+        case (int(ranks), float(rate)):
+            return f"{ranks} ranks {format_bytes_per_second(rate)}"
+        case (str(op), int(ranks), _):
+            return f"{op} of {ranks} ranks"
+        case _:
+            return _shown(name, item)

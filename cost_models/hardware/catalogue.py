@@ -85,6 +85,11 @@ def load_cluster(
     for name, value in given.items():
         if not 0 < value < float("inf"):
             raise HardwareError(f"{name} is {value}", where=cluster.name, fix="give a finite number above 0")
+    if gpus_per_node is not None and cluster.node_sizes:
+        raise HardwareError(
+            f"gpus_per_node is given, and nodes of {cluster.name} have different numbers of GPUs",
+            fix="write them into the cluster file",
+        )
     boards = cluster.intra_node.boards
     if gpus_per_node is not None and boards is not None and gpus_per_node % boards.gpus_per_board:
         raise HardwareError(
@@ -173,6 +178,8 @@ def _parse_cluster(path: Path) -> Cluster:
     table.check_keys(("description", "gpu", "groups", "gpus_per_node", "intra_node", "inter_node"))
     gpus_per_node = table.count("gpus_per_node")
     groups = _groups_of(table, path) if table.has("groups") else ()
+    if groups and (largest := max(group.gpus_per_node or gpus_per_node for group in groups)) != gpus_per_node:
+        raise table.fail("gpus_per_node", f"is {gpus_per_node}, and the largest node has {largest}", f"write {largest}")
     gpu = max((group.gpu for group in groups), key=_peak) if groups else _gpu_of(table, path)
     link = parse_link(table.table("intra_node"), gpus_per_node)
     network = parse_network(table.table("inter_node")) if table.has("inter_node") else None
@@ -189,19 +196,25 @@ def _parse_cluster(path: Path) -> Cluster:
 
 
 def _groups_of(table: Table, path: Path) -> tuple[NodeGroup, ...]:
-    """[[groups]] of nodes, each with its `gpu` and number of `nodes`, in the order of their ranks."""
+    """[[groups]] of nodes, each with its `gpu`, number of `nodes` and, where nodes have different numbers of GPUs,
+    `gpus_per_node`, in the order of their ranks."""
     if table.has("gpu"):
         raise table.fail("gpu", "stands beside groups, which have a gpu each", "take one of the two out")
     if not table.has("inter_node"):
         raise table.fail("groups", "are nodes, and nothing links them", "add an [inter_node] table")
     found: list[NodeGroup] = []
     for group in table.tables("groups"):
-        group.check_keys(("gpu", "nodes"))
-        nodes = group.data.get("nodes")
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-            raise group.fail("nodes", f"is {nodes!r}", "give the number of nodes, at least 1")
-        found.append(NodeGroup(gpu=_gpu_of(group, path), nodes=nodes))
+        group.check_keys(("gpu", "nodes", "gpus_per_node"))
+        size = _whole(group, "gpus_per_node", "GPUs of a node") if group.has("gpus_per_node") else 0
+        found.append(NodeGroup(gpu=_gpu_of(group, path), nodes=_whole(group, "nodes", "nodes"), gpus_per_node=size))
     return tuple(found)
+
+
+def _whole(group: Table, key: str, what: str) -> int:
+    number = group.data.get(key)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise group.fail(key, f"is {number!r}", f"give the number of {what}, at least 1")
+    return number
 
 
 def _peak(gpu: Gpu) -> float:

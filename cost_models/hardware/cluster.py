@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import gcd
 
 from ..errors import HardwareError
 from ..units import BITS_PER_BYTE, GB, MICROSECOND
@@ -85,18 +89,20 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Nodes with the same device."""
+    """Nodes with the same device, as many in each. `gpus_per_node` 0: as many as the cluster says."""
 
     gpu: Gpu
     nodes: int
+    gpus_per_node: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cluster:
     """Nodes of `gpus_per_node` equal devices; any number of them. `inter_node` None: one node only.
 
     Where nodes differ, `groups` has them in the order of their ranks, and `gpu` is the device with the highest peak;
-    links are shared, so they are those of the slowest.
+    links are shared, so they are those of the slowest. `gpus_per_node` and the NICs are then those of the largest node;
+    smaller ones have NICs in proportion.
 
     Compared and hashed by identity: `load_cluster` returns the same object for the same arguments.
     """
@@ -110,14 +116,51 @@ class Cluster:
     sources: tuple[tuple[str, str], ...]
     groups: tuple[NodeGroup, ...] = ()
 
+    @cached_property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Devices of every node, in the order of their ranks, where not all have as many; else empty."""
+        sizes = [(group.gpus_per_node or self.gpus_per_node, group.nodes) for group in self.groups]
+        if all(size == self.gpus_per_node for size, _ in sizes):
+            return ()
+        return tuple(size for size, nodes in sizes for _ in range(nodes))
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of every rank, where `node_sizes` says how many ranks there are; else empty."""
+        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+
+    @property
+    def common_gpus(self) -> int:
+        """The largest number that divides the devices of every node."""
+        return gcd(*self.node_sizes) or self.gpus_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank; ranks fill the nodes in order."""
+        return self.nodes[rank] if self.nodes else rank // self.gpus_per_node
+
+    def num_nodes(self, gpus: int) -> float:
+        """How many nodes so many devices take; a part of one where they do not fill it."""
+        return self.node_of(gpus - 1) + 1 if self.nodes else gpus / self.gpus_per_node
+
     def gpu_of_rank(self, rank: int) -> Gpu:
-        """The device of a rank; ranks fill the nodes in order."""
-        node = rank // self.gpus_per_node
+        """The device of a rank."""
+        node = self.node_of(rank)
         for group in self.groups:
             if node < group.nodes:
                 return group.gpu
             node -= group.nodes
         return self.gpu
+
+    def gpus_of(self, ranks: range) -> tuple[Gpu, ...]:
+        """The devices of consecutive ranks, one for each node."""
+        if not self.groups:
+            return (self.gpu,)
+        firsts = {self.node_of(rank): rank for rank in reversed(self._one_of_each(ranks))}
+        return tuple(self.gpu_of_rank(rank) for rank in sorted(firsts.values()))
+
+    def _one_of_each(self, ranks: range) -> Sequence[int]:
+        """Ranks among which is one of every node that `ranks` touch."""
+        return ranks if self.nodes else sorted({ranks[0], ranks[-1], *ranks[:: self.gpus_per_node]})
 
     def check_gpus(self, gpus: int) -> None:
         """Refuse a number of devices that this cluster cannot have.
@@ -127,22 +170,44 @@ class Cluster:
         """
         if gpus < 1:
             raise HardwareError(f"{gpus} GPUs are asked for", fix="give a positive number of GPUs")
-        has = sum(group.nodes for group in self.groups) * self.gpus_per_node
+        has = sum(group.nodes * (group.gpus_per_node or self.gpus_per_node) for group in self.groups)
         if self.groups and gpus > has:
             raise HardwareError(f"{self.name} has {has} GPUs; {gpus} are asked for", fix=f"use at most {has}")
-        if gpus <= self.gpus_per_node:
+        if gpus <= (self.node_sizes or (self.gpus_per_node,))[0]:
             return
         if self.inter_node is None:
             raise HardwareError(
                 f"{self.name} is one node of {self.gpus_per_node} GPUs; {gpus} are asked for",
                 fix="choose fewer GPUs or a cluster with a network",
             )
-        if gpus % self.gpus_per_node:
+        if self.node_sizes:
+            full = tuple(accumulate(self.node_sizes))
+            if gpus not in full:
+                at = next(index for index, end in enumerate(full) if end > gpus)
+                sizes = ", ".join(map(str, self.node_sizes))
+                raise HardwareError(
+                    f"{gpus} GPUs do not fill nodes of {sizes} ({self.name})",
+                    fix=f"use {full[at - 1]} or {full[at]} GPUs, or order the groups otherwise",
+                )
+        elif gpus % self.gpus_per_node:
             low = gpus // self.gpus_per_node * self.gpus_per_node
             raise HardwareError(
                 f"{gpus} GPUs do not fill nodes of {self.gpus_per_node} ({self.name})",
                 fix=f"use {low} or {low + self.gpus_per_node} GPUs, or another number of GPUs per node",
             )
+
+
+def cut_to(cluster: Cluster, gpus: int) -> Cluster:
+    """The first nodes of a cluster whose nodes have different sizes: as many as hold so many devices."""
+    if not cluster.node_sizes:
+        return cluster
+    left, kept = gpus, []
+    for group in cluster.groups:
+        size = group.gpus_per_node or cluster.gpus_per_node
+        if left > 0:
+            kept.append(replace(group, nodes=min(group.nodes, -(-left // size))))
+        left -= group.nodes * size
+    return replace(cluster, groups=tuple(kept))
 
 
 def parse_link(table: Table, gpus_per_node: int) -> Link:

@@ -86,18 +86,18 @@ def shardings_for(graph: ModelGraph, mesh: Mesh, pins: Pins, cluster: Cluster) -
         elif pins.zero_shard_size is not None:
             sizes = [pins.zero_shard_size // mesh.cp]
         else:
-            near = _near_ranks(mesh, cluster.gpus_per_node)
+            near = _near_ranks(mesh, cluster)
             sizes = [mesh.dp, near] if near * mesh.cp > 1 and near < mesh.dp else [mesh.dp]
         found.extend((zero, mesh.dp // size) for size in sizes)
     return tuple(found)
 
 
-def _near_ranks(mesh: Mesh, gpus_per_node: int) -> int:
+def _near_ranks(mesh: Mesh, cluster: Cluster) -> int:
     """The most consecutive ranks of dp that share a node wherever they begin; all of dp where none do."""
-    stride = mesh.stride("dp")
-    if mesh.world_size <= gpus_per_node or gpus_per_node % stride:
+    stride, in_node = mesh.stride("dp"), cluster.common_gpus
+    if cluster.num_nodes(mesh.world_size) <= 1 or in_node % stride:
         return mesh.dp
-    return gcd(mesh.dp, gpus_per_node // stride)
+    return gcd(mesh.dp, in_node // stride)
 
 
 def mixed_dtypes(graph: ModelGraph) -> str:

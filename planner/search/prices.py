@@ -124,7 +124,7 @@ class Prices:
 
     def alike_edge(self, edge: int) -> int:
         """The first pipeline edge that costs the same: edges a whole node apart are alike."""
-        if edge == self.mesh.pp - 1:
+        if edge == self.mesh.pp - 1 or self.cluster.node_sizes:
             return edge
         per_node = self.cluster.gpus_per_node
         return edge % (per_node // gcd(self.mesh.stride("pp"), per_node))
@@ -260,7 +260,7 @@ def least_shown_fraction(stack: Stack) -> float:
 
 def slowest_of_nodes(mesh: Mesh, cluster: Cluster) -> float:
     """By what a step grows because the slowest of many nodes sets the pace of all."""
-    nodes = mesh.world_size / cluster.gpus_per_node
+    nodes = cluster.num_nodes(mesh.world_size)
     return 1.0 if cluster.inter_node is None or nodes <= 1 else 1 + cluster.inter_node.jitter_fraction * log2(nodes)
 
 

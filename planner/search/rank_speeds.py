@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import AutoparError
-from ...cost_models.hardware import Cluster, Gpu
+from ...cost_models.hardware import Cluster
 from ...cost_models.stacks import Stack
 from ..capture.graph import ModelGraph
 from ..sharding.mesh import Mesh
@@ -68,7 +68,7 @@ class Devices:
             return RankSpeeds(slowdown=(max(self.ratios[gpu.name], 1.0),) * count, hbm_bytes=(gpu.hbm_bytes,) * count)
         slowdown, hbm_bytes = [], []
         for first in starts:
-            gpus = _gpus(self.original, first, first + size)
+            gpus = self.original.gpus_of(range(first, first + size))
             straggling = (
                 self.ratios[self.original.gpu_of_rank(rank).name] * factor
                 for rank, factor in self.slow_ranks
@@ -92,7 +92,7 @@ def devices_of(
             raise AutoparError(f"rank {rank} is slow, and there are {gpus} ranks", fix=f"ranks are 0 to {gpus - 1}")
         if not 1 <= factor < float("inf"):
             raise AutoparError(f"rank {rank} takes {factor:g} times as long", fix="give a factor of at least 1")
-    kinds = {gpu.name: gpu for gpu in _gpus(cluster, 0, gpus)}
+    kinds = {gpu.name: gpu for gpu in cluster.gpus_of(range(gpus))}
     seconds = dict.fromkeys(kinds, 1.0)
     if len(kinds) > 1:
         for name, gpu in kinds.items():
@@ -108,11 +108,3 @@ def devices_of(
         ratios={name: time / seconds[fastest] if seconds[fastest] else 1.0 for name, time in seconds.items()},
         slow_ranks=tuple(sorted(slow_ranks.items())),
     )
-
-
-def _gpus(cluster: Cluster, first: int, end: int) -> tuple[Gpu, ...]:
-    """The devices of ranks [first, end), one for each node."""
-    if not cluster.groups:
-        return (cluster.gpu,)
-    ranks = {first, end - 1, *range(first, end, cluster.gpus_per_node)}
-    return tuple(cluster.gpu_of_rank(rank) for rank in sorted(ranks))

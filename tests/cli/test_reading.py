@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from autopar.cli.exit_codes import ExitCode
 from autopar.compiler.verify.report import CollectiveMismatch, RankFailure, VerifyReport
+from autopar.cost_models.hardware import catalogue
 from autopar.planner.plan import Plan
 
 Run = Callable[..., Any]
@@ -99,6 +100,20 @@ def test_hardware_show(run: Run) -> None:
     assert "Sources of the GPU" in found.out
     data = json.loads(run("hardware", "show", "h100-sxm", "--json").out)
     assert data["gpus_per_node"] == 8
+
+
+def test_hardware_show_of_nodes_that_differ(run: Run, tmp_path: Path) -> None:
+    lines = (Path(catalogue.__file__).with_name("clusters") / "h100-sxm.toml").read_text().splitlines()
+    groups = '[[groups]]\ngpu = "h100-sxm"\nnodes = 2\n[[groups]]\ngpu = "a100-80g-sxm"\nnodes = 1\ngpus_per_node = 4'
+    measured = '[intra_node.measured.all_reduce.2]\nbytes = { value = [1, 2], source = "s" }\n'
+    measured += 'microseconds = { value = [1, 2], source = "s" }'
+    file = tmp_path / "mixed.toml"
+    file.write_text("\n".join([*(line for line in lines if not line.startswith("gpu =")), measured, groups]))
+    found = run("hardware", "show", file)
+    assert found.code == ExitCode.DONE
+    for text in ("2 nodes of 8 h100-sxm", "1 nodes of 4 a100-80g-sxm", "GPU a100-80g-sxm", "all_reduce of 2 ranks"):
+        assert text in found.out
+    assert json.loads(run("hardware", "show", file, "--json").out)["groups"][1]["gpus_per_node"] == 4
 
 
 def test_unknown_hardware_names_the_nearest(run: Run) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
@@ -14,7 +15,7 @@ from autopar.cost_models.communication import (
     overlapped_seconds,
 )
 from autopar.cost_models.errors import HardwareError
-from autopar.cost_models.hardware import cluster_names, load_cluster
+from autopar.cost_models.hardware import NodeGroup, cluster_names, load_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,37 @@ def test_pipeline_edges_cross_nodes_where_they_lie() -> None:
     assert edge_group(0, 8, H100) == Group(size=2, ranks_per_node=1, nodes=2, groups_per_node=8)
     inside, across = (collective_seconds("send", 10**8, edge_group(stage, 4, H100), H100) for stage in (0, 1))
     assert across > inside
+
+
+def test_counting_groups_finds_what_the_closed_forms_say() -> None:
+    closed = replace(H100, groups=(NodeGroup(gpu=H100.gpu, nodes=4),))
+    counted = replace(H100, groups=(NodeGroup(gpu=H100.gpu, nodes=4),))
+    counted.__dict__["node_sizes"] = (8,) * 4
+    assert (closed.nodes, counted.nodes[8]) == ((), 1)
+    for outer, middle, inner in product((1, 2, 4, 8, 16, 32), repeat=3):
+        if outer * middle * inner > 32:
+            continue
+        for extents in ([(middle, inner)], [(outer, middle * inner)], [(outer, middle * inner), (inner, 1)]):
+            extents = [extent for extent in extents if extent[0] > 1]
+            if extents:
+                assert joint_group(extents, counted) == joint_group(extents, closed), extents
+    for stride in (1, 2, 4, 8, 16):
+        for stage in range(32 // stride - 1):
+            assert edge_group(stage, stride, counted) == edge_group(stage, stride, closed)
+
+
+def test_groups_on_nodes_of_different_sizes() -> None:
+    sizes = (NodeGroup(gpu=H100.gpu, nodes=1), NodeGroup(gpu=H100.gpu, nodes=2, gpus_per_node=4))
+    cluster = replace(H100, groups=sizes)
+    # The second group of eight lies on both small nodes, which have half the NICs each.
+    assert axis_group(8, 1, cluster) == Group(size=8, ranks_per_node=4, nodes=2, groups_per_node=2)
+    assert axis_group(4, 1, cluster) == Group(size=4, ranks_per_node=4, nodes=1, groups_per_node=2)
+    assert axis_group(4, 4, cluster) == Group(size=4, ranks_per_node=2, nodes=3, groups_per_node=8)
+    assert [edge_group(stage, 4, cluster).nodes for stage in range(3)] == [1, 2, 2]
+    assert H100.inter_node is not None
+    alike = replace(H100, gpus_per_node=4, inter_node=replace(H100.inter_node, nics_per_node=4))
+    mixed, small = (collective_seconds("all_reduce", 10**9, axis_group(4, 4, each), each) for each in (cluster, alike))
+    assert mixed < small  # three nodes for four
 
 
 def test_a_group_over_boards_runs_at_the_rate_between_them() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from autopar.compiler.launchers.train_script import python_literal
+from autopar.cost_models.hardware import catalogue
 from training_text import rendered
 
 NASTY = 'a "quoted" \\ name\n# {braces} \u00e9'
@@ -120,6 +121,35 @@ def test_launch_calls_torchrun(tmp_path, environment, expected):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == expected.format(here=tmp_path)
+
+
+UNEVEN = '[[groups]]\ngpu = "h100-sxm"\nnodes = 1\n[[groups]]\ngpu = "h100-sxm"\nnodes = 1\ngpus_per_node = 4\n'
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"NODE_RANK": "0"}, "--nproc-per-node 8 "),
+        ({"NODE_RANK": "1"}, "--nproc-per-node 4 "),
+        ({"NNODES": "1"}, "--standalone --nproc-per-node 12 "),
+        ({"NODE_RANK": "2"}, None),
+        ({"NODE_RANK": "1", "NGPU": "8"}, None),
+        ({"NNODES": "3"}, None),
+    ],
+)
+def test_each_node_starts_its_own_number_of_ranks(tmp_path, environment, expected):
+    lines = (Path(catalogue.__file__).with_name("clusters") / "h100-sxm.toml").read_text().splitlines()
+    cluster = tmp_path / "uneven.toml"
+    cluster.write_text("\n".join([*(line for line in lines if not line.startswith("gpu =")), UNEVEN]))
+    text = rendered(cluster=str(cluster), gpus=12, mesh={"pp": 3, "dp": 2, "tp": 2})["launch.sh"]
+    (tmp_path / "launch.sh").write_text(text)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh")], capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "TORCHRUN": "echo", **environment},
+    )  # fmt: skip
+    assert (done.returncode, expected is None) in ((0, False), (2, True)), done.stderr
+    assert (expected or "") in done.stdout
+    assert ("nodes of " in done.stderr) == (expected is None)
 
 
 def test_launch_refuses_another_number_of_ranks(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from autopar.cost_models.errors import HardwareError
-from autopar.cost_models.hardware import catalogue, cluster_names, gpu_names, load_cluster, load_gpu
+from autopar.cost_models.hardware import catalogue, cluster_names, cut_to, gpu_names, load_cluster, load_gpu
 
 GPU = """
 description = "test"
@@ -238,6 +238,48 @@ def test_nodes_of_several_kinds(tmp_path: Path) -> None:
     cluster.check_gpus(24)
     with pytest.raises(HardwareError, match="has 24 GPUs; 32 are asked for"):
         cluster.check_gpus(32)
+
+
+UNEVEN = GROUPS + '[[groups]]\ngpu = "a100-80g-sxm"\nnodes = 2\ngpus_per_node = 4\n'
+
+
+def test_nodes_of_several_sizes(tmp_path: Path) -> None:
+    cluster = load_cluster(grouped(tmp_path, UNEVEN))
+    assert cluster.node_sizes == (8, 8, 8, 4, 4)
+    assert [cluster.node_of(rank) for rank in (0, 7, 8, 23, 24, 27, 28, 31)] == [0, 0, 1, 2, 3, 3, 4, 4]
+    assert [cluster.gpu_of_rank(rank).name for rank in (0, 8, 23, 24)] == [
+        "a100-80g-sxm",
+        *["h100-sxm"] * 2,
+        "a100-80g-sxm",
+    ]
+    assert [gpu.name for gpu in cluster.gpus_of(range(4, 28))] == [
+        "a100-80g-sxm", "h100-sxm", "h100-sxm", "a100-80g-sxm",
+    ]  # fmt: skip
+    assert (cluster.common_gpus, cluster.num_nodes(28), cluster.num_nodes(6)) == (4, 4, 1)
+    for gpus in (1, 6, 8, 16, 24, 28, 32):
+        cluster.check_gpus(gpus)
+    with pytest.raises(HardwareError, match="26 GPUs do not fill nodes of 8, 8, 8, 4, 4") as caught:
+        cluster.check_gpus(26)
+    assert "24 or 28" in caught.value.fix
+    with pytest.raises(HardwareError, match="has 32 GPUs"):
+        cluster.check_gpus(36)
+    assert cut_to(cluster, 28).node_sizes == (8, 8, 8, 4)
+    assert cut_to(cluster, 16).node_sizes == ()
+    with pytest.raises(HardwareError, match="have different numbers"):
+        load_cluster(grouped(tmp_path, UNEVEN), gpus_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpus_per_node = 4", "gpus_per_node = 0", r"groups\[2\].gpus_per_node is 0"),
+        ("gpus_per_node = 4", "gpus_per_node = 16", "gpus_per_node is 8, and the largest node has 16.*write 16"),
+    ],
+)
+def test_nonsense_in_sizes_of_nodes(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(HardwareError) as caught:
+        load_cluster(grouped(tmp_path, UNEVEN.replace(old, new)))
+    assert re.search(message, f"{caught.value.what} {caught.value.fix}")
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,14 @@ def test_default_is_close_to_exact():
 def test_slow_ranks_that_cannot_be(slow, message):
     with pytest.raises(AutoparError, match=message):
         search(setting(slow_ranks=slow))
+
+
+def test_nodes_of_different_sizes_are_planned_for():
+    """Four ranks, the last alone on its node: what would cross the nodes on every layer costs more than elsewhere."""
+    groups = (NodeGroup(gpu=FAST, nodes=1, gpus_per_node=3), NodeGroup(gpu=FAST, nodes=1, gpus_per_node=1))
+    uneven, whole = replace(H100, gpus_per_node=3, groups=groups), replace(H100, gpus_per_node=4)
+    for mesh in ({"tp": 4}, {"dp": 4}, {"pp": 4}):
+        far, near = (search(setting(cluster, gpus=4, **mesh)) for cluster in (uneven, whole))
+        assert far.best.cost.step_seconds > near.best.cost.step_seconds
+        assert far.bound_seconds <= far.best.cost.step_seconds
+    assert all(candidate.mesh.replicas == 1 for candidate in far.runners_up)
