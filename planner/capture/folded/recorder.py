@@ -21,6 +21,7 @@ from ..flat import ModuleCall
 from ..graph import Kind
 from ..user_lines import running
 from . import torch_private
+from .constant_values import READS, known_value
 from .refusals import CannotRecord
 
 # Operations that answer about the tensor's type, not about its values.
@@ -206,6 +207,11 @@ class Recorder(torch_private.PreDispatchMode):
             return args[0]  # what `torch.tensor` does last
         if torch.Tag.inplace_view in func.tags and func._opname != "detach_":
             raise CannotRecord(f"{func} changes the shape of a tensor in place")
+        if func._opname in READS:
+            value = known_value(func, self._argument(args))
+            if value is None:
+                raise CannotRecord(f"{func} reads the value of a tensor")
+            return value
         result = func(*args, **kwargs)
         items = result if isinstance(result, list | tuple) else (result,)
         if all(item is None for item in items):

@@ -2,6 +2,7 @@
 
 import pytest
 from autopar.planner.capture.graph import Kind, Symbol
+from autopar.planner.errors import UnsupportedModel
 from compare import assert_equal, capture, outcome
 
 INPUTS = "\ndef example_inputs(batch_size=4):\n    return (torch.randn(batch_size, 8, 12),)\n"
@@ -145,3 +146,23 @@ def assert_equal_training(result):
     assert abs(result.loss - result.wanted_loss) < 1e-12
     assert result.buffer_errors["mean"] < 1e-12
     assert max(result.gradient_errors.values()) < 1e-9
+
+
+def test_what_follows_from_constants_alone_may_be_read(model_file):
+    """As `nn.Transformer` compares its mask with a causal one."""
+    body = (
+        "mask = torch.ones(8, 8).triu(1)\n        y = self.l(x)\n"
+        "        return y.square().mean() if bool((mask == torch.ones(8, 8).triu(1)).all()) else y.mean()"
+    )
+    path = model_file(net(body))
+    assert "aten.square.default" in [op for op, _ in operations(capture(path))]
+    assert_equal(outcome(path))
+
+
+@pytest.mark.parametrize(
+    "mask", ["x[0] > 0", "self.l.weight > 0", "torch.rand(8, 8) > 0.5", "torch.zeros(8, 8); mask.diagonal().add_(1)"]
+)
+def test_what_others_decide_is_not_read(model_file, mask):
+    body = f"mask = {mask}\n        return self.l(x).mean() * (2 if bool((mask > 0).any()) else 1)"
+    with pytest.raises(UnsupportedModel, match="reads a tensor's value"):
+        capture(model_file(net(body)))
