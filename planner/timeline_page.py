@@ -35,7 +35,7 @@ def timeline_page(plan: Plan, steps: Sequence[tuple[str, SimulatedStep]]) -> str
         f"<p>{key}</p>",
     ]
     for title, step in steps:
-        told = f"{format_seconds(step.step_seconds)}, {100 * step.bubble_fraction:.1f}% waiting"
+        told = f"{format_seconds(step.step_seconds)}, {100 * step.bubble_fraction:.1f}% in bubbles"
         parts += [f"<h2>{escape(title)}: {told}</h2>", _picture(step, longest)]
     return "\n".join([*parts, "</body></html>"]) + "\n"
 

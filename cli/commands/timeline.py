@@ -57,7 +57,7 @@ def timeline(
         print_json(data)
         return
     for title, step in steps:
-        print_result(f"{title}: {format_seconds(step.step_seconds)}, {100 * step.bubble_fraction:.1f}% waiting")
+        print_result(f"{title}: {format_seconds(step.step_seconds)}, {100 * step.bubble_fraction:.1f}% in bubbles")
     if factors and usual.step_seconds:
         print_result(f"slower by {100 * (shown.step_seconds / usual.step_seconds - 1):.1f}%")
     print_result(f"wrote {' and '.join(files)}")

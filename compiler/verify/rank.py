@@ -124,8 +124,10 @@ def _verify(job: RankJob) -> RankResult:
             norm = emitted.clip_gradients(stage, mesh, CLIP_NORM)
         if not job.is_random:
             compare.one("loss", "loss of the second step", loss, wanted.loss, floor=0.0)
-            compare.one("norm", "norm before clipping", torch.as_tensor(norm), wanted.norm, floor=0.0)
-            scale = min(1.0, CLIP_NORM / (wanted.norm.item() + 1e-6))
+            rounding = abs(float(wanted.norm) - float(wanted.exact_norm))
+            floor = rounding / job.tolerance  # no less exact than in one process
+            compare.one("norm", "norm before clipping", torch.as_tensor(norm), wanted.exact_norm, floor=floor)
+            scale = min(1.0, CLIP_NORM / (float(norm) + 1e-6))
             clipped = {name: gradient * scale for name, gradient in wanted.gradients.items()}
             for gradients in _gradients(emitted, stage, optimized):
                 compare.all("clipped gradient", _among(gradients, clipped), clipped, wanted.norm * scale)

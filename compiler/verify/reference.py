@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class Reference:
     inputs: dict[str, torch.Tensor]
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
-    norm: torch.Tensor  # of all gradients
+    norm: torch.Tensor  # of all gradients, as PyTorch adds it up: on a CPU less exactly than it adds up sums
+    exact_norm: torch.Tensor
     buffers: dict[str, torch.Tensor]  # after the step
     stepped: dict[str, dict[str, torch.Tensor]]  # optimizer -> parameters after its step
 
@@ -70,6 +71,15 @@ class Reference:
     @staticmethod
     def load(path: Path) -> Reference:
         return Reference(**torch.load(path, mmap=True))
+
+
+def norm_of(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The norm of all numbers together, added up in `dtype` or wider."""
+    if not tensors:
+        return torch.zeros((), dtype=dtype)
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    norms = [torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, dtype)) for each in real]
+    return torch.stack([each.to(torch.float64) for each in norms]).norm().to(dtype)
 
 
 def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, saved: str) -> str:
@@ -104,8 +114,8 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
         if parameter.requires_grad
     }
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
-    norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
-    norm = torch.stack(norms).norm().to(wanted) if norms else torch.zeros((), dtype=wanted)
+    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = norm_of(found, wanted)
     stepped = {}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, make in optimizers(norm).items():
@@ -120,6 +130,7 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
         loss=loss.detach(),
         gradients=gradients,
         norm=norm,
+        exact_norm=norm_of(found, torch.float64),
         buffers=buffers,
         stepped=stepped,
     ).save(Path(saved))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from autopar.compiler.verify.reference import FixedDtypes, optimizers
+from autopar.compiler.verify.reference import FixedDtypes, norm_of, optimizers
 from torch import nn
 
 
@@ -40,3 +40,12 @@ def test_a_stage_without_parameters_has_an_optimizer():
         make([]).step()
         make([weight]).step()
     assert (weight < 1).all()
+
+
+def test_the_exact_norm_is_added_up_in_float64():
+    values = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))
+    exact = values.double().square().sum().sqrt()
+    assert norm_of([values[:10], values[10:]], torch.float64) == pytest.approx(float(exact), rel=1e-12)
+    assert norm_of([values], torch.float32).dtype == torch.float32
+    assert norm_of([], torch.float64) == 0
+    assert norm_of([torch.tensor([3 + 4j])], torch.float64) == 5
