@@ -12,27 +12,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from ...cost_models.timeline import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, schedule_seconds
 from ..capture.graph import ModelGraph
 from ..checkpointing import Checkpointing
-from ..schedules import Alive, Schedule, action_table, get_schedule, kept_at_once, possible_counts, stages_by_rank
+from ..schedules import Alive, Schedule, get_schedule, kept_at_once, possible_counts, stages_by_rank
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import ModelProgram, Placements
 from ..sharding.shares import why_even, why_even_under
 from ..zero import FREED, Zero, highest
 from .dp_ranks import Course, DpRanks, PipelineRank, with_memory
 from .fsdp_collectives import gathers_waited_for
+from .least_units import LeastUnits
 from .pipeline_buffers import buffered, microbatches_kept
+from .pipeline_seconds import action_seconds, pipeline_seconds
 from .prices import Prices, edge_of, slowest_of_nodes
 from .rank_speeds import RankSpeeds
 from .stage_cost import PricedStage, StageCost
 from .stage_costs import StageCosts
 from .unit_costs import Seconds, UnitCost
 from .unit_kinds import UnitKinds
-
-# A pipeline repeats itself after so many microbatches per rank, with a period of at most so many more. Within 2e-4 of
-# the whole simulation on random durations.
-_SETTLED_ROUNDS, _REPEATED_ROUNDS = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +116,10 @@ class Evaluator:
             precision=self.precision,
         )
 
+    @cached_property
+    def least_units(self) -> LeastUnits:
+        return LeastUnits(self.costs)
+
     def unit(self, index: int, *, recompute: Checkpointing) -> UnitCost:
         """`recompute`: one of RECOMPUTE for all blocks, or for each unit."""
         return self.costs.units.unit(index, recompute=recompute)
@@ -204,7 +205,8 @@ class Evaluator:
         count, ranks = self.mesh.microbatches, self.mesh.pp
 
         def timeline(ranks: Sequence[PipelineRank], count: int) -> float:
-            return self._timeline_seconds(work.in_order([rank.stages for rank in ranks]), work.order, count)
+            costs, stack = work.in_order([rank.stages for rank in ranks]), self.prices.stack
+            return pipeline_seconds(costs, work.order, stack, ranks=self.mesh.pp, microbatches=count)
 
         per_rank = len(work.stages) // ranks
         if self.dp_ranks and not (why_even_under(highest(work.zero), per_rank) or self.why_even):
@@ -285,7 +287,7 @@ class Evaluator:
         *,
         is_pipeline: bool,
     ) -> PipelineRank:
-        memory = self.costs.memory
+        memory, gpu = self.costs.memory, self.prices.cluster.gpu
         priced = [stage for stage, _, _ in of_stage]
 
         def saved(counts: Sequence[Alive]) -> int:
@@ -305,7 +307,7 @@ class Evaluator:
                     cost,
                     memory_bytes=together if len(parts) == 1 else part.by_component(),
                     send_seconds=send_seconds,
-                    action_seconds=self._action_seconds(cost, order, is_first=is_first, is_pipeline=is_pipeline),
+                    action_seconds=action_seconds(cost, order, gpu, is_first=is_first, is_pipeline=is_pipeline),
                 )
             )
         return PipelineRank(
@@ -320,59 +322,3 @@ class Evaluator:
         """To the next stage; neighbours on one rank hand on."""
         edge = edge_of(order, stage, self.mesh.pp) if stage + 1 < len(stages) else None
         return 0.0 if edge is None else self.costs.send_seconds(stages[stage][1], edge)
-
-    def _action_seconds(
-        self, cost: StageCost, order: Schedule, *, is_first: bool, is_pipeline: bool
-    ) -> dict[str, float]:
-        """Each action of a microbatch, by kind: the device's, or the host's with what the schedule takes of it."""
-        gpu = self.prices.cluster.gpu
-        action = gpu.pipeline_action_seconds if is_pipeline else 0.0
-
-        def longer(device: float, host: float) -> float:
-            return device + action if gpu.is_host else max(device, host + action)
-
-        whole, host = cost.backward.total, cost.host_backward
-        ahead = longer(cost.forward.total, cost.host_forward)
-        if not order.splits_backward:
-            return {FORWARD: ahead, BACKWARD: longer(whole, host)}
-        # PyTorch leaves the first stage's whole backward to W: it has no input whose gradient anyone waits for.
-        weights = whole if is_first else cost.weights.total
-        share = weights / whole if whole else 1.0
-        return {
-            FORWARD: ahead,
-            INPUT_GRADIENT: longer(whole - weights, host * (1 - share)),
-            WEIGHT_GRADIENT: longer(weights, host * share),
-        }
-
-    def _timeline_seconds(self, costs: Sequence[StageCost], order: Schedule, microbatches: int) -> float:
-        ranks = self.mesh.pp
-        durations = {
-            (s, kind): seconds for s, cost in enumerate(costs) for kind, seconds in cost.action_seconds.items()
-        }
-        sends = [cost.send_seconds for cost in costs[:-1]]
-        if len(costs) > ranks and self.prices.stack.interleaved_messages == "waited for":
-            # They are sent and received in one call that both sides wait for.
-            backward = INPUT_GRADIENT if order.splits_backward else BACKWARD
-            for s, seconds in enumerate(sends):
-                durations[s, FORWARD] += seconds
-                durations[s + 1, backward] += seconds
-            sends = [0.0] * len(sends)
-        return _simulated(order.name, ranks, microbatches, durations, sends)
-
-
-def _simulated(
-    schedule: str, ranks: int, microbatches: int, durations: Mapping[tuple[int, str], float], sends: Sequence[float]
-) -> float:
-    """Seconds of a schedule. Far beyond warm-up every further microbatch takes as long as the one before."""
-    per_rank = (len(sends) + 1) // ranks
-    settled, repeated = _SETTLED_ROUNDS * ranks, _REPEATED_ROUNDS * ranks
-
-    def seconds(count: int) -> float:
-        return schedule_seconds(action_table(schedule, ranks, count, per_rank), durations, sends)
-
-    if ranks == 1:
-        return microbatches * seconds(1)
-    if microbatches <= settled + repeated:
-        return seconds(microbatches)
-    before = seconds(settled)
-    return before + (microbatches - settled) * (seconds(settled + repeated) - before) / repeated

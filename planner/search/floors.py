@@ -40,7 +40,7 @@ def fitting_seconds(
     """
     mesh, (name, per_rank) = evaluator.mesh, pipeline
     overhead = evaluator.prices.cluster.gpu.overhead_bytes
-    units = evaluator.costs.recomputed(highest(zero), tuple(policies))
+    units = evaluator.least_units.recomputed(highest(zero), tuple(policies))
     least = least_recomputed(
         units,
         alive=alive_at_most(name, mesh.pp, mesh.microbatches, per_rank),
@@ -130,7 +130,7 @@ def floor_bytes(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute:
     """No cut of these placements under this policy leaves every rank with less."""
     mesh, (name, per_rank) = evaluator.mesh, pipeline
     least = least_fullest(
-        evaluator.costs.least_units(highest(zero), recompute),
+        evaluator.least_units.counts(highest(zero), recompute),
         alive=alive_at_most(name, mesh.pp, mesh.microbatches, per_rank),
         by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
     )

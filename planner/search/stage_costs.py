@@ -5,22 +5,18 @@ Units are priced by `unit_costs.py`, what parameters take by `parameter_seconds.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from ...cost_models.memory import FRAGMENTATION_FRACTION
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
-from ..checkpointing import POLICIES, Checkpointing
+from ..checkpointing import Checkpointing
 from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, Mesh
 from ..sharding.placement import local_type
 from ..sharding.program import ModelProgram
 from ..zero import KEPT, Zero, highest
 from .holdings import Holdings, stage_holdings
-from .least_recompute import Recomputed
 from .parameter_seconds import ParameterSeconds
 from .prices import Prices
 from .shared import DATA_AXES
@@ -30,8 +26,6 @@ from .step_collectives import prepared_changes
 from .unit_bytes import UnitsBytes
 from .unit_costs import Seconds, UnitCosts
 from .unit_kinds import UnitKinds
-
-_BYTES_OF_ROUNDING = 64.0  # of the shares of a unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,15 +39,6 @@ class _Passes:
     host_forward: float
     host_backward: float
     working_bytes: int
-
-
-class _Alike(NamedTuple):
-    """What units have in common: a template (-1 where units hold the same tensors), and by policy the bytes that they
-    keep at least of a microbatch and the seconds they take."""
-
-    template: int
-    kept_bytes: tuple[float, ...]
-    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +55,6 @@ class StageCosts:
     _stages: dict[tuple[int, Zero, int], PricedStage] = field(default_factory=dict, init=False)
     _states: dict[Zero, tuple[float, ...]] = field(default_factory=dict, init=False)
     _wholes: dict[tuple[Zero, Checkpointing], StageCost] = field(default_factory=dict, init=False)
-    _least_units: dict[tuple[int, Checkpointing], Counter[tuple[float, float, float]]] = field(
-        default_factory=dict, init=False
-    )
-    _recomputed: dict[tuple[int, tuple[Checkpointing, ...]], Counter[Recomputed]] = field(
-        default_factory=dict, init=False
-    )
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
 
     @property
@@ -112,11 +91,11 @@ class StageCosts:
         return self.prices.shared.number((axes, tuple(lowered.tensors for lowered in self.program.templates)))
 
     @cached_property
-    def _local(self) -> int:
+    def local(self) -> int:
         """Equal where units cost the same: on whatever pipeline, however ZeRO shards."""
         return self.prices.shared.number((self.keys, self.mesh.dp, self.mesh.microbatches))
 
-    def _held(self, first: int, last: int, *, stored: bool = False) -> Holdings:
+    def held(self, first: int, last: int, *, stored: bool = False) -> Holdings:
         """The parameters of a stage in the dtypes that run, or in those that are stored."""
         known = self.prices.shared.costs
         key = ("held", self.kinds, stored, self._layouts, self.kinds.stage(first, last, ""))
@@ -128,7 +107,7 @@ class StageCosts:
     def _both_held(self, first: int, last: int, zero: Zero) -> tuple[Holdings, Holdings]:
         """In the dtypes that run and in those that are stored."""
         if isinstance(zero, int):
-            return self._held(first, last), self._held(first, last, stored=True)
+            return self.held(first, last), self.held(first, last, stored=True)
         units = range(max(first, 1), last)
         kept = frozenset(index for index in units if zero[index] == KEPT and is_block(self.program.graph, index))
         programs = self.program, self._master_program
@@ -156,13 +135,13 @@ class StageCosts:
         if recompute == "none":
             is_remade = False
         kind = self.kinds.stage(first, last, recompute)
-        known, key = self.prices.shared.costs, ("saved", self.kinds, self._local, kind, is_remade)
+        known, key = self.prices.shared.costs, ("saved", self.kinds, self.local, kind, is_remade)
         if key not in known:
             known[key] = self.bytes.stage_saved_bytes(first, last, recompute=recompute, is_remade=is_remade)
         return known[key]
 
     def _passes(self, first: int, last: int, recompute: Checkpointing, kind: int) -> _Passes:
-        known, key = self.prices.shared.costs, ("passes", self.kinds, self._local, kind)
+        known, key = self.prices.shared.costs, ("passes", self.kinds, self.local, kind)
         if key in known:
             return known[key]
         forward, backward, weights = Seconds(), Seconds(), Seconds()
@@ -227,7 +206,7 @@ class StageCosts:
             by_policy = {policy: tuple(pairs) for policy, pairs in of.items()}
             chosen = (by_policy[policy][unit] for unit, policy in enumerate(recompute[1:]))
             return UnitSeconds(*zip(*chosen, strict=True))
-        known, key = self.prices.shared.costs, ("unit seconds", self.kinds, self._local, recompute)
+        known, key = self.prices.shared.costs, ("unit seconds", self.kinds, self.local, recompute)
         if key not in known:
             units = [self.units.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates))]
             through = tuple(unit.forward.total + unit.backward.total for unit in units)
@@ -236,7 +215,7 @@ class StageCosts:
 
     def unit_sizes(self, recompute: Checkpointing) -> UnitSizes:
         """What every unit but the prelude keeps of one microbatch."""
-        known, key = self.prices.shared.costs, ("unit sizes", self.kinds, self._local, recompute)
+        known, key = self.prices.shared.costs, ("unit sizes", self.kinds, self.local, recompute)
         if key not in known:
             units = [self.bytes.unit(index, recompute=recompute) for index in range(1, len(self.kinds.templates))]
             known[key] = UnitSizes(
@@ -270,7 +249,7 @@ class StageCosts:
             yield 0.0 if index in self.kinds.sharing else known[template]
 
     def _unit_states(self, index: int, zero: int) -> float:
-        stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
+        stored, held = self.held(index, index + 1, stored=True), self.held(index, index + 1)
         parts = self.memory.of_rank([self.memory.without_activations(0, held, stored, zero)], 0)
         return float(parts["total"] - parts["overhead"])
 
@@ -284,63 +263,6 @@ class StageCosts:
             held, stored = self._both_held(0, last, zero)
             self._wholes[zero, recompute] = self._cost(held, stored, highest(zero), passes)
         return self._wholes[zero, recompute]
-
-    def least_units(self, zero: int, recompute: Checkpointing) -> Counter[tuple[float, float, float]]:
-        """How many units but the prelude there are by what their stage holds of them throughout, at least (of tied
-        ones another may), and keeps of one microbatch before and after all has been made again, fragmented."""
-        key = zero, recompute
-        if key not in self._least_units:
-            found = self._least_units[key] = Counter()
-            for states, unit, count in self._counted(zero, (recompute, "none")):
-                kept, remade = unit.kept_bytes
-                found[states, kept, remade] += count
-        return self._least_units[key]
-
-    def _counted(self, zero: int, policies: tuple[Checkpointing, ...]) -> Iterator[tuple[float, _Alike, int]]:
-        """What a stage holds at least of every kind of unit, the kind, and how many there are."""
-        known, key = self.prices.shared.costs, ("alike", self.kinds, self._local, policies)
-        if key not in known:
-            units = range(1, len(self.kinds.templates))
-            templates = (-1 if index in self.kinds.sharing else self.kinds.templates[index] for index in units)
-            kept = zip(*map(self._least_kept, policies), strict=True)
-            seconds = zip(*(self.unit_seconds(policy).through for policy in policies), strict=True)
-            first: dict[_Alike, int] = {}
-            counts: Counter[_Alike] = Counter()
-            for index, alike in zip(units, map(_Alike, templates, kept, seconds), strict=True):
-                first.setdefault(alike, index)
-                counts[alike] += 1
-            known[key] = [(first[alike], alike, count) for alike, count in counts.items()]
-        for index, alike, count in known[key]:
-            yield 0.0 if index in self.kinds.sharing else self._least_unit_states(index, zero), alike, count
-
-    def _least_unit_states(self, index: int, zero: int) -> float:
-        stored, held = self._held(index, index + 1, stored=True), self._held(index, index + 1)
-        still = self.memory.without_activations(0, held, stored, zero)
-        states = still.parameters + still.gradients + still.optimizer + still.master_weights
-        moving = self.memory.held_whole_bytes(held, zero)
-        return max(0.0, states + moving * (1 + FRAGMENTATION_FRACTION) - _BYTES_OF_ROUNDING)
-
-    def _least_kept(self, recompute: Checkpointing) -> tuple[float, ...]:
-        known, key = self.prices.shared.costs, ("first kept", self.kinds, self._local)
-        if key not in known:
-            kept = self.bytes.first_kept_bytes(POLICIES)
-            known[key] = {
-                policy: tuple(size * (1 + FRAGMENTATION_FRACTION) for size in sizes)
-                for policy, sizes in zip(POLICIES, kept, strict=True)
-            }
-        if isinstance(recompute, str):
-            return known[key][recompute]
-        return tuple(known[key][policy][index] for index, policy in enumerate(recompute[1:]))
-
-    def recomputed(self, zero: int, policies: tuple[Checkpointing, ...]) -> Counter[Recomputed]:
-        """How many units but the prelude there are by what they take at least under each policy."""
-        key = zero, policies
-        if key not in self._recomputed:
-            found = self._recomputed[key] = Counter()
-            for states, unit, count in self._counted(zero, (*policies, "none")):
-                *kept, remade = unit.kept_bytes
-                found[Recomputed(states, remade, tuple(kept), unit.seconds[:-1])] += count
-        return self._recomputed[key]
 
     # --- messages ---
 

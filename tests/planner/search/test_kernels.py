@@ -7,8 +7,8 @@ from autopar.cost_models.work import Pass
 from autopar.planner.capture import capture_model
 from autopar.planner.capture.graph import ModelGraph
 from autopar.planner.schedules import action_table
-from autopar.planner.search.evaluate import _simulated
 from autopar.planner.search.kernels import stack_works
+from autopar.planner.search.pipeline_seconds import simulated_seconds
 from autopar.planner.search.problem import empty_placements
 from autopar.planner.sharding.mesh import Mesh
 from autopar.planner.sharding.program import Compute, TemplateProgram, local_program
@@ -107,10 +107,10 @@ def test_a_settled_pipeline_repeats_itself(schedule: str, per_rank: int, ranks: 
         durations[s, "I"], durations[s, "W"] = (0.0, 2.0) if s == 0 else (1.2, 0.8 + 0.15 * (s % 2))
     sends = [0.05] * (stages - 1)
     whole = schedule_seconds(action_table(schedule, ranks, microbatches, per_rank), durations, sends)
-    assert _simulated(schedule, ranks, microbatches, durations, sends) == pytest.approx(whole, rel=5e-4)
+    assert simulated_seconds(schedule, ranks, microbatches, durations, sends) == pytest.approx(whole, rel=5e-4)
 
 
 def test_one_rank_takes_as_long_for_each_microbatch() -> None:
     durations = {(0, "F"): 1.0, (0, "B"): 2.5}
     assert schedule_seconds(action_table("none", 1, 5), durations, []) == 5 * 3.5
-    assert _simulated("none", 1, 10**12, durations, []) == 10**12 * 3.5
+    assert simulated_seconds("none", 1, 10**12, durations, []) == 10**12 * 3.5
