@@ -24,18 +24,19 @@ class Conversion:
     backward: str
 
 
+TAKES_PART = "[slice]"
 _TABLE: dict[tuple[str, str], Conversion] = {
     ("P/R", "R"): Conversion("all_reduce", "all_reduce", ""),
     ("P/R", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
     ("P/R", "R/P"): Conversion("all_reduce_both", "all_reduce", "all_reduce"),
     ("R", "R/P"): Conversion("reduce_gradient", "", "all_reduce"),
-    ("R", "S"): Conversion("take_shard", "[slice]", "all_gather"),
+    ("R", "S"): Conversion("take_shard", TAKES_PART, "all_gather"),
     ("R", "P/R"): Conversion("keep_on_first", "[mask]", ""),
-    ("S", "R"): Conversion("all_gather_replicated", "all_gather", "[slice]"),
+    ("S", "R"): Conversion("all_gather_replicated", "all_gather", TAKES_PART),
     ("S", "R/P"): Conversion("all_gather", "all_gather", "reduce_scatter"),
-    ("S", "P/R"): Conversion("zero_pad", "[pad]", "[slice]"),
+    ("S", "P/R"): Conversion("zero_pad", "[pad]", TAKES_PART),
     ("S", "S"): Conversion("all_to_all", "all_to_all", "all_to_all"),
-    ("R/P", "S"): Conversion("slice_shard", "[slice]", "[pad]"),
+    ("R/P", "S"): Conversion("slice_shard", TAKES_PART, "[pad]"),
     ("R/P", "R"): Conversion("keep_gradient_on_first", "", "[mask]"),
 }
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -191,6 +192,7 @@ def _is_hidden(state: Layout, axis: Axis, pair: Pair, axes: Sequence[Axis]) -> b
 
 
 __all__ = [
-    "COLLECTIVES", "PARTIAL", "REPLICATED", "SUMMED_GRADIENT", "Change", "CollectiveUse", "Conversion", "changes",
+    "COLLECTIVES", "PARTIAL", "REPLICATED", "SUMMED_GRADIENT", "TAKES_PART", "Change", "CollectiveUse", "Conversion",
+    "changes",
     "conversion", "has_conversion",
 ]  # fmt: skip

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from ..capture.graph import TensorType
 from .mesh import MICROBATCH
-from .placement import local_type
+from .placement import REPLICATED, Layout, local_type
 from .program import Compute, Convert, ModelProgram, TemplateProgram, Var
-from .redistribute import Change
+from .redistribute import COLLECTIVES, TAKES_PART, Change
 from .rules import rule_of
 
 _PRELUDE = 0
@@ -51,17 +51,22 @@ def _reasons(program: ModelProgram) -> Iterator[str]:
             found = in_microbatch if once is None else once
             if any(change.axis == "dp" and (once is None or not _adds_up(change)) for change in found):
                 yield f"an input of {name} changes its placement over dp"
-            if any(_counts_samples(change) for change in once or ()):
-                yield f"an input of {name} is cut sample by sample over another axis"
+            made = program.templates[prelude].outputs[value.output].layout
+            if any(change.axis != "dp" and _moves_samples(change, made) for change in once or ()):
+                yield f"an input of {name} is exchanged sample by sample over another axis"
 
 
 def _adds_up(change: Change) -> bool:
     return change.conversion.forward in _OF_ANY_SIZE
 
 
-def _counts_samples(change: Change) -> bool:
-    """Whether its code says how many groups there are, which of flat samples and tokens is how many samples."""
-    return max(change.source.groups, change.target.groups) > 1
+def _moves_samples(change: Change, layout: Layout) -> bool:
+    """Whether what it exchanges grows with a dp rank's samples, or its code says how many there are. Code that takes a
+    part of each run of a flat value counts the runs that it has. `layout`: of the value before."""
+    if not layout.get("dp", REPLICATED).is_split:
+        return False
+    is_grouped = max(change.source.groups, change.target.groups) > 1
+    return change.conversion.forward in COLLECTIVES or (is_grouped and change.conversion.forward != TAKES_PART)
 
 
 def _of_microbatch(lowered: TemplateProgram) -> Iterator[str]:
@@ -92,8 +97,8 @@ def _of_prelude(program: ModelProgram, lowered: TemplateProgram) -> Iterator[str
         if isinstance(step, Convert):
             if step.change.axis == "dp" and not _adds_up(step.change):
                 yield f"{step.source.ref.node} of the inputs changes its placement over dp"
-            elif _counts_samples(step.change):
-                yield f"{step.source.ref.node} of the inputs is cut sample by sample over {step.change.axis}"
+            elif step.change.axis != "dp" and _moves_samples(step.change, step.source.layout):
+                yield f"{step.source.ref.node} of the inputs is exchanged sample by sample over {step.change.axis}"
         elif any(use.axis == "dp" for use in step.collectives) or not _is_of_any_size(step, program):
             yield f"{step.node.name} of the inputs depends on how many samples a dp rank has"
 

@@ -121,12 +121,29 @@ def test_a_model_that_cuts_its_inputs_evenly_says_so(tmp_path):
     assert "leave batch-shares out" in str(caught.value.fix)
 
 
-def test_labels_cut_sample_by_sample_over_another_axis_have_one_share():
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("model", "mesh", "shares", "pins"),
+    [
+        ("gpt", {"dp": 2, "cp": 2, "pp": 1, "tp": 1}, (6, 2), {"zero": 2}),
+        pytest.param("llama", {"dp": 2, "cp": 2, "pp": 1, "tp": 1}, (2, 6), {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt", {"dp": 2, "cp": 2, "pp": 2, "tp": 1}, (6, 2), {"zero": 0, "schedule": "1f1b"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_flat_labels_cut_sample_by_sample_over_another_axis(model, mesh, shares, pins, tmp_path):
+    """Code cannot say how many samples there are: dp ranks have different numbers."""
+    arguments = {"num_layers": 2, "context": 16}
+    made = shared(SAMPLES / f"{model}.py", mesh, shares, batch_size=8, arguments=arguments, **pins)
+    assert "groups=targets.size(0) // 16)" in check(tmp_path, made)
+
+
+def test_cp_beside_different_devices_shares_the_batch_out():
     mesh = {"dp": 2, "cp": 2, "pp": 1, "tp": 1}
     arguments = {"num_layers": 2, "context": 16}
-    with pytest.raises(AutoparError, match="sample by sample"):
-        make_plan(
-            PlanRequest(
-                model=str(SAMPLES / "gpt.py"), arguments=arguments, gpus=4, batch_size=8, mesh=mesh, batch_shares=(3, 1)
-            )
-        )
+    request = PlanRequest(
+        model=str(SAMPLES / "gpt.py"), arguments=arguments, gpus=4, batch_size=16, mesh=mesh, microbatch_size=1, zero=0,
+        cluster="cpu-local", slow_ranks={1: 3.0},
+    )  # fmt: skip
+    assert make_plan(request).plan.batch_shares == (4, 12)

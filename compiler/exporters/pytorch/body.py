@@ -30,6 +30,7 @@ class Scope:
     key: Callable[[Var], Key]
     operation_number: str = ""  # source of the number that tells the unit's random operations from other units'
     what: str = ""  # FQN of the unit, for messages
+    has_any_size: bool = False  # how many samples there are differs between dp ranks
 
 
 def statements(program: TemplateProgram, scope: Scope, *, wanted: Iterable[Var] | None = None) -> list[Statement]:
@@ -126,6 +127,17 @@ def conversion_statement(
             f"a conversion on the microbatch axis inside {scope.what or 'a block'}", fix="use one microbatch"
         )
     arguments = conversion_arguments(change, before, scope.axes, scope.handles[change.axis])
+    after = {**before, change.axis: change.target}
+    if scope.has_any_size and change.target.groups > 1 and (groups := local_groups(after, change.axis, scope.axes)) > 1:
+        dim, length = change.target.dim, change.before.shape[change.target.dim] // groups
+
+        def count(operands: Sequence[Expr]) -> Expr:
+            value, more = operands[0].text, f"groups={operands[1].text}.size({dim}) // {length}"
+            return Expr(f"{change.conversion.function}({', '.join((value, *arguments[:-1], more))})", weight=1)
+
+        return Statement(
+            results=(target,), operands=(source, source), render=count, names=(name,), comment=pairs_comment(change),
+        )  # fmt: skip
 
     def write(operands: Sequence[Expr]) -> Expr:
         return Expr(f"{change.conversion.function}({', '.join((operands[0].text, *arguments))})", weight=1)

@@ -47,7 +47,13 @@ def prepare_lines(modules: Modules, stage: StageProgram) -> list[str]:
     graph = modules.graph
     unit = graph.units[PRELUDE]
     program = modules.program.templates[unit.template]
-    scope = Scope(axes=modules.mesh.axes, handles=modules.handles, batch_size=graph.batch_size, key=lambda v: v)
+    scope = Scope(
+        axes=modules.mesh.axes,
+        handles=modules.handles,
+        batch_size=graph.batch_size,
+        key=lambda v: v,
+        has_any_size=bool(modules.mesh.shares),
+    )
     body = Body(reserved=modules.reserved)
     for v, model_input in zip(program.inputs, graph.inputs, strict=True):
         body.leaf(scope.key(v), Expr(f"inputs[{quote(model_input.name)}]"))

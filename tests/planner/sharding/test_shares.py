@@ -1,5 +1,7 @@
 """When dp ranks may take different numbers of microbatches, and what is said when they may not."""
 
+from dataclasses import replace
+
 import pytest
 from autopar.planner.driver import PlanRequest, make_plan
 from autopar.planner.placements import program_of
@@ -52,6 +54,20 @@ def test_what_a_model_allows(extra, why, tmp_path):
     found = reason(tmp_path, extra)
     assert why in found
     assert bool(why) == bool(found)
+
+
+def test_samples_that_are_exchanged_once_a_step_are_not_shared_out(tmp_path):
+    """What the inputs give is worked out in parts on tp and put together: as many bytes as a rank has samples."""
+    path = tmp_path / "net.py"
+    path.write_text(MODEL.replace("EXTRA", "x = x * (ids != 0)[..., None]"))
+    mesh = {"dp": 2, "tp": 2, "pp": 1}
+    made = make_plan(PlanRequest(model=str(path), gpus=4, batch_size=8, mesh=mesh, microbatch_size=1, zero=0))
+    assert why_even(program_of(made.plan, made.graph)) == ""
+    prelude = made.graph.templates[0].name
+    nodes = {name: {**labels, "tp": "d1"} for name, labels in made.plan.placements[prelude].items() if name != "ids"}
+    placements = {**made.plan.placements, prelude: {**made.plan.placements[prelude], **nodes}}
+    found = why_even(program_of(replace(made.plan, placements=placements), made.graph))
+    assert "is exchanged sample by sample over another axis" in found
 
 
 def test_without_dp_there_is_nothing_to_share(tmp_path):
