@@ -189,27 +189,25 @@ def _edges(program: ModelProgram, unit: int) -> tuple[Edge, ...]:
 
 
 def _edge(program: ModelProgram, unit: int, position: int) -> Edge:
-    """A prelude value is converted once a step, then sliced, if it can be; else each microbatch converts its slice."""
+    """A prelude value is converted once a step, then sliced; each microbatch does what has to follow the slice."""
     value, found = program.edge(unit, position)
     slices = [change for change in found if change.axis == MICROBATCH]
     layout = output_layout(program, value)
     prepared = program.prepared(unit, position)
-    if not slices and prepared is None:
-        return Edge(value=value, layout=layout, changes=found)
     if slices and (value.unit != PRELUDE or not slices[0].target.is_split):
         raise AutoparError(
             f"{program.graph.units[unit].fqn or 'a unit'} reads a value as {slices[0].target} on the microbatch axis "
             f"that was made as {slices[0].source}",
             fix="use one microbatch",
         )
-    changes = () if prepared is not None else tuple(change for change in found if change.axis != MICROBATCH)
-    for change in prepared or ():
+    for change in prepared:
         layout = {**layout, change.axis: change.target}
     batch = None
     if slices:
         layout = {**layout, MICROBATCH: slices[0].target}
         batch = slices[0].target.dim, local_groups(layout, MICROBATCH, program.mesh.axes)
-    return Edge(value=value, layout=layout, changes=changes, prepared=prepared or (), batch=batch)
+    changes = program.in_microbatch(unit, position)
+    return Edge(value=value, layout=layout, changes=changes, prepared=prepared, batch=batch)
 
 
 def _runs(program: ModelProgram, edges: Mapping[int, tuple[Edge, ...]]) -> tuple[Run, ...]:

@@ -89,9 +89,7 @@ def _passes(
         unit = graph.units[index]
         lowered = program.templates[unit.template]
         for position in range(len(unit.inputs)):
-            if program.prepared(index, position) is not None:
-                continue
-            for change in program.edge(index, position)[1]:
+            for change in program.in_microbatch(index, position):
                 for use in change.collectives(program.mesh.axis(change.axis)):
                     yield use, use.phase, times
         for use in lowered.collectives():
@@ -113,7 +111,7 @@ def prepared_changes(program: ModelProgram, first: int, last: int) -> tuple[Chan
                 readers.setdefault((value.output, unit.template, position), index)
     found: dict[tuple[int, tuple[Change, ...]], Change] = {}
     for (output, _, position), index in readers.items():
-        steps = program.prepared(index, position) or ()
+        steps = program.prepared(index, position)
         for count, change in enumerate(steps, start=1):
             found[output, steps[:count]] = change
     return tuple(found.values())

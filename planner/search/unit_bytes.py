@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..checkpointing import Checkpointing, policy_of
-from ..sharding.mesh import MICROBATCH
 from ..sharding.program import Compute, ModelProgram, TemplateProgram
 from .kept import Kept, KeptTemplate, first_kept_bytes, stage_bytes
 from .prices import Prices
@@ -71,9 +70,7 @@ class UnitsBytes:
         value = units[index].inputs[position]
         key = (units[value.unit].template, value.output, units[index].template, position)
         if key not in self._views:
-            steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
-            # What microbatches take of a value is cut before they run.
-            self._views[key] = all(step.axis == MICROBATCH or shares_memory(step) for step in steps)
+            self._views[key] = all(map(shares_memory, self.program.in_microbatch(index, position)))
         return self._views[key]
 
     def _whole(self, index: int) -> UnitBytes:

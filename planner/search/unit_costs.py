@@ -172,8 +172,7 @@ class UnitCosts:
         value = unit.inputs[position]
         key = (self.graph.units[value.unit].template, value.output, unit.template, position)
         if key not in self._edges:
-            steps = self.program.edge(index, position)[1] if self.program.prepared(index, position) is None else ()
-            self._edges[key] = self.changes_seconds(steps)
+            self._edges[key] = self.changes_seconds(self.program.in_microbatch(index, position))
         return self._edges[key]
 
     def changes_seconds(self, steps: Sequence[Change]) -> tuple[Seconds, Seconds]:

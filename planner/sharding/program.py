@@ -277,26 +277,34 @@ class ModelProgram:
         program = self.templates[self.graph.units[unit].template]
         return program.template.type_of(program.inputs[position].ref)
 
-    def prepared(self, unit: int, position: int) -> tuple[Change, ...] | None:
-        """The conversions of a prelude value that run once a step, before the microbatches take their slices of it.
+    def prepared(self, unit: int, position: int) -> tuple[Change, ...]:
+        """The conversions of a prelude value that run once a step, before the microbatches take their slices of it."""
+        return self._received(unit, position)[0]
 
-        None where the value is none of the prelude's, or where some conversion has to follow the slice: `edge` then has
-        those of every microbatch.
-        """
-        value = self.graph.units[unit].inputs[position]
+    def in_microbatch(self, unit: int, position: int) -> tuple[Change, ...]:
+        """The conversions at an input that every microbatch runs, of a prelude value those that follow its slice."""
+        return self._received(unit, position)[1]
+
+    def _received(self, unit: int, position: int) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+        value, found = self.edge(unit, position)
         if value.unit:
-            return None
+            return (), found
         source = self.templates[self.graph.units[0].template].outputs[value.output].layout
         target = self.templates[self.graph.units[unit].template].inputs[position].layout
         unsliced = {axis: pair for axis, pair in target.items() if axis != MICROBATCH}
         unsliced |= {MICROBATCH: source[MICROBATCH]} if MICROBATCH in source else {}
         kind = self.graph.type_of(value)
         try:
-            found = changes(kind, source, unsliced, self.mesh.axes)
+            once = changes(kind, source, unsliced, self.mesh.axes)
             sliced = changes(kind, unsliced, target, self.mesh.axes)
         except CannotLower:
-            return None
-        return found if all(change.axis == MICROBATCH for change in sliced) else None
+            pass
+        else:
+            if all(change.axis == MICROBATCH for change in sliced):
+                return once, ()
+        # Axes on both sides of the microbatches split one dim: each conversion in its place.
+        at = next((i for i, change in enumerate(found) if change.axis == MICROBATCH), None)
+        return ((), found) if at is None else (found[:at], found[at + 1 :])
 
 
 def model_program(graph: ModelGraph, placements: Placements, mesh: Mesh) -> ModelProgram:

@@ -45,14 +45,13 @@ def _reasons(program: ModelProgram) -> Iterator[str]:
         yield from _of_prelude(program, lowered) if t == prelude else _of_microbatch(lowered)
     for unit in range(1, len(program.graph.units)):
         for position in range(len(program.graph.units[unit].inputs)):
-            value, in_microbatch = program.edge(unit, position)
             name = program.graph.units[unit].fqn or program.graph.template_of(unit).name
-            once = program.prepared(unit, position) if value.unit == _PRELUDE else None
-            found = in_microbatch if once is None else once
-            if any(change.axis == "dp" and (once is None or not _adds_up(change)) for change in found):
+            once, each = program.prepared(unit, position), program.in_microbatch(unit, position)
+            if any(change.axis == "dp" for change in (*each, *(c for c in once if not _adds_up(c)))):
                 yield f"an input of {name} changes its placement over dp"
-            made = program.templates[prelude].outputs[value.output].layout
-            if any(change.axis != "dp" and _moves_samples(change, made) for change in once or ()):
+            value = program.graph.units[unit].inputs[position]
+            made = program.templates[prelude].outputs[value.output].layout if once else {}
+            if any(change.axis != "dp" and _moves_samples(change, made) for change in once):
                 yield f"an input of {name} is exchanged sample by sample over another axis"
 
 

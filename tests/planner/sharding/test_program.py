@@ -179,9 +179,7 @@ def _prelude_reader(placed: dict[str, str], mesh: Mesh, wanted: dict[str, str]) 
 
 def test_values_of_the_prelude_are_converted_once_a_step_before_they_are_sliced() -> None:
     program = _prelude_reader({"tp": "S(1)"}, Mesh(tp=2, microbatches=2), {"microbatch": "S(0)"})
-    prepared = program.prepared(1, 0)
-    assert prepared is not None
-    (gather,) = prepared
+    (gather,) = program.prepared(1, 0)
     assert (gather.axis, gather.conversion.function) == ("tp", "all_gather_replicated")
     assert gather.after.shape == (B, C)  # of the whole step, not of one microbatch
 
@@ -189,8 +187,16 @@ def test_values_of_the_prelude_are_converted_once_a_step_before_they_are_sliced(
 def test_conversions_that_must_follow_the_slice_stay_with_the_microbatches() -> None:
     # The microbatch's rows are split over tp: not the rows of the step.
     program = _prelude_reader({}, Mesh(tp=2, microbatches=2), {"microbatch": "S(0)", "tp": "S(0)"})
-    assert program.prepared(1, 0) is None
-    assert [change.axis for change in program.edge(1, 0)[1]] == ["microbatch", "tp"]
+    assert program.prepared(1, 0) == ()
+    assert [change.axis for change in program.in_microbatch(1, 0)] == ["tp"]
+
+
+def test_what_a_major_axis_splits_it_splits_before_the_slice() -> None:
+    # A rank of dp has rows that follow each other, and its microbatches are parts of them.
+    wanted = {"dp": "S(0)", "microbatch": "S(0)", "tp": "S(0)"}
+    program = _prelude_reader({}, Mesh(dp=2, tp=2, microbatches=2), wanted)
+    assert [change.axis for change in program.prepared(1, 0)] == ["dp"]
+    assert [change.axis for change in program.in_microbatch(1, 0)] == ["tp"]
 
 
 def test_values_that_lie_as_wanted_need_no_preparation() -> None:
