@@ -131,11 +131,18 @@ def capture(request: PlanRequest) -> tuple[ModelGraph, PlanRequest]:
 def plan_graph(
     graph: ModelGraph, request: PlanRequest, cluster: Cluster, progress: Callable[[str], None] | None = None
 ) -> Planned:
-    """Search the plan of a captured graph."""
+    """Search the plan of a captured graph.
+
+    Raises:
+        UnsupportedModel: it draws random numbers from no seed.
+        InfeasibleError: no plan fits.
+    """
     from .search.infeasible import explain
     from .search.pins import Pins
     from .search.sweep import NothingFits, Setting, search
+    from .sharding.seeds import refuse_unseeded
 
+    refuse_unseeded(graph)
     pins = Pins(
         mesh=dict(request.mesh),
         microbatch_size=request.microbatch_size,

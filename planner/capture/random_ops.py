@@ -9,7 +9,7 @@ from .graph import Arg
 
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 
 
 def is_random(op: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]] = ()) -> bool:
@@ -18,7 +18,7 @@ def is_random(op: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]] = 
         return args[1] != 0 and args[2] is not False
     if op == _ATTENTION:
         return len(args) > 4 and args[4] != 0
-    if op in _RECURRENT:
+    if op in RECURRENT:
         return args[5] != 0 and args[6] is not False
     return _is_tagged(op)
 
