@@ -25,7 +25,7 @@ from ..plan import CollectivePlan
 from ..schedules import Schedule, get_schedule
 from ..sharding.mesh import PARAMETER_AXES, SPLIT_AXES, STATE_AXES, Mesh
 from ..sharding.placement import PARTIAL, local_type
-from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, conversion_uses
+from ..sharding.program import Compute, Convert, ModelProgram, TemplateProgram, Var, conversion_uses, var
 from ..sharding.redistribute import Change, CollectiveUse
 from ..sharding.rules.registry import saved_of
 from ..zero import Zero, highest, stage_of
@@ -102,18 +102,23 @@ def _passes(
 
 
 def prepared_changes(program: ModelProgram, first: int, last: int) -> tuple[Change, ...]:
-    """The conversions of prelude values that a stage runs once a step; units that want the same share them."""
+    """The conversions of prelude values that a stage runs once a step; units that want the same share them, and the
+    prelude with its own operations."""
+    lowered = program.templates[program.graph.units[PRELUDE_UNIT].template]
+    own = {step.target for step in _prelude_steps(program, first, last) if isinstance(step, Convert)}
     readers: dict[tuple[int, int, int], int] = {}  # of an output by an input of a template: a unit
     for index in range(max(first, 1), last):
         unit = program.graph.units[index]
         for position, value in enumerate(unit.inputs):
             if value.unit == PRELUDE_UNIT:
                 readers.setdefault((value.output, unit.template, position), index)
-    found: dict[tuple[int, tuple[Change, ...]], Change] = {}
+    found: dict[Var, Change] = {}
     for (output, _, position), index in readers.items():
-        steps = program.prepared(index, position)
-        for count, change in enumerate(steps, start=1):
-            found[output, steps[:count]] = change
+        made = lowered.outputs[output]
+        for change in program.prepared(index, position):
+            made = var(made.ref, {**made.layout, change.axis: change.target})
+            if made not in own:
+                found.setdefault(made, change)
     return tuple(found.values())
 
 
@@ -143,7 +148,13 @@ def _saves(step: Compute) -> bool:
 
 
 def _prelude_uses(program: ModelProgram, first: int, last: int) -> Iterator[CollectiveUse]:
-    """Collectives of the part of the prelude that a stage needs, dead code left out."""
+    """Collectives of the part of the prelude that a stage needs."""
+    for step in _prelude_steps(program, first, last):
+        yield from step.collectives if isinstance(step, Compute) else conversion_uses(step)
+
+
+def _prelude_steps(program: ModelProgram, first: int, last: int) -> Sequence[Convert | Compute]:
+    """The part of the prelude that a stage needs, dead code left out."""
     graph = program.graph
     lowered = program.templates[graph.units[PRELUDE_UNIT].template]
     wanted = {
@@ -165,8 +176,7 @@ def _prelude_uses(program: ModelProgram, first: int, last: int) -> Iterator[Coll
         elif any(result in targets for result in step.results):
             targets.update(step.operands)
             needed.append(step)
-    for step in reversed(needed):
-        yield from step.collectives if isinstance(step, Compute) else conversion_uses(step)
+    return needed[::-1]
 
 
 def stage_values(program: ModelProgram, boundary: int) -> tuple[Value, ...]:

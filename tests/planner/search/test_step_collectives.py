@@ -327,3 +327,34 @@ def test_shards_add_up_and_fit_the_padding(rows, dp):
     assert sum(shards) == rows * 5 * FLOAT
     assert shards[0] * dp == padded_bytes(held, dp)
     assert shards == sorted(shards, reverse=True)
+
+
+@pytest.mark.parametrize("reads", [("neg",), ("neg", "x")])
+def test_the_prelude_and_who_reads_it_share_a_conversion(reads):
+    """`x` is gathered for the `neg` of the prelude, and once, though a unit reads it gathered too."""
+    flat = tensor(BATCH, WIDTH, grad=False)
+    prelude = Template(
+        name="Prelude", pattern="", outputs=tuple(map(Ref, reads)),
+        nodes=(
+            Node(name="x", kind=Kind.INPUT, outputs=(flat,)),
+            Node(name="neg", kind=Kind.OP, op="aten.neg.default", args=(Ref("x"),), outputs=(flat,)),
+        ),
+    )  # fmt: skip
+    added = Node(name="add", kind=Kind.OP, op="aten.add.Tensor", args=(Ref(reads[0]), Ref(reads[-1])), outputs=(flat,))
+    block = Template(
+        name="Block", pattern="block", outputs=(Ref("add"),),
+        nodes=(*(Node(name=name, kind=Kind.INPUT, outputs=(flat,)) for name in reads), added),
+    )  # fmt: skip
+    read = ModelGraph(
+        name="m", batch_size=BATCH, inputs=(ModelInput(name="x", type=flat, batch_dim=0),), templates=(prelude, block),
+        units=(
+            Unit(template=0, fqn="", inputs=()),
+            Unit(template=1, fqn="block", inputs=tuple(Value(0, i) for i in range(len(reads)))),
+        ),
+        loss=Value(1, 0), tensors={},
+    )  # fmt: skip
+    found = expected_collectives(
+        model_program(read, ({"x": {"tp": "S(1)"}}, {}), Mesh(tp=2)), ((1, 2),), zero=0, schedule="none",
+        activation_checkpoint="none",
+    )  # fmt: skip
+    assert [line.count for line in found if line.op == "all_gather"] == [1]
