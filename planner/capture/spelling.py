@@ -69,6 +69,11 @@ def append_functional(
         raise UnsupportedModel(
             f"{target} writes in place and has no functional form", where=builder.source, fix="write it out of place"
         )
+    # The two may name an argument apart: dropout_ writes `self`, dropout reads `input`.
+    names = [argument.name for argument in overload._schema.arguments]
+    pairs = zip(target._schema.arguments, names, strict=False)
+    other = {a.name: name for a, name in pairs if a.name not in names}
+    operands = {other.get(key, key): value for key, value in operands.items()}
     return builder.cast(append(builder, overload, operands, (out,), autocast=autocast)[0], out.dtype)
 
 

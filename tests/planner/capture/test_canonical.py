@@ -102,6 +102,21 @@ def test_gradients_flow_where_some_reader_sends_one(model_file):
     assert flows["aten.linear.default"]
 
 
+@pytest.mark.parametrize(
+    ("body", "operation"),
+    [
+        ("return F.dropout(self.l(x), 0.1, True, inplace=True).square().mean()", "aten.dropout.default"),
+        ("return F.alpha_dropout(self.l(x), 0.1, True, inplace=True).square().mean()", "aten.alpha_dropout.default"),
+        ("return self.l(x).square().add_(1).polygamma_(1).mean()", "aten.polygamma.default"),
+    ],
+)
+def test_operations_in_place_may_name_their_arguments_otherwise(model_file, body, operation):
+    """`dropout_` writes `self`, `dropout` reads `input`; `polygamma` has its two the other way round."""
+    nodes = [node for template in capture(model_file(net(body))).templates for node in template.of_kind(Kind.OP)]
+    (node,) = [node for node in nodes if node.op == operation]
+    assert len(node.operands) == 1
+
+
 def test_results_in_place_may_have_another_shape(model_file):
     graph = capture(model_file(net("y = self.l(x); y.unsqueeze_(1); return (y * self.l(x)).mean()")))
     shapes = {n.op: n.output.shape for t in graph.templates for n in t.of_kind(Kind.OP)}
