@@ -15,10 +15,12 @@ SMALL = {"num_layers": 6, "width": 32, "num_heads": 2, "context": 16}
 pytestmark = pytest.mark.gloo
 
 
-def check(folder: Path, mesh: dict[str, int], *, schedule: str, microbatch_size: int, **pins):
+def check(
+    folder: Path, mesh: dict[str, int], *, schedule: str, microbatch_size: int, model=GPT, arguments=SMALL, **pins
+):
     request = PlanRequest(
-        model=str(GPT),
-        arguments=SMALL,
+        model=str(model),
+        arguments=arguments,
         gpus=prod(mesh.values()),
         batch_size=8,
         mesh=mesh,
@@ -44,6 +46,39 @@ def test_a_schedule_is_exact(tmp_path, name):
     is_single = bool(get_schedule(name).refuse(2, get_schedule(name).stages_per_rank[0], 4))
     plan = check(tmp_path, {"pp": 2}, schedule=name, microbatch_size=8 if is_single else 2)
     assert {stage.rank for stage in plan.stages} == {0, 1}
+
+
+MIXER = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.channels = nn.Linear(6, 6), nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.tanh(self.channels(self.tokens(x.transpose(1, 2)).transpose(1, 2)))
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+def build():
+    return Mixer()
+
+def example_inputs(batch_size=8):
+    return (torch.randn(batch_size, 6, 8),)
+"""
+
+
+def test_gradients_of_a_split_backward_are_sent_however_they_lie(tmp_path):
+    """A stage that begins with a transpose makes a transposed gradient."""
+    model = tmp_path / "mixer.py"
+    model.write_text(MIXER)
+    check(tmp_path, {"pp": 2}, schedule="zero-bubble", microbatch_size=2, model=model, arguments={})
 
 
 FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}

@@ -27,8 +27,8 @@ RESERVED = frozenset(
     )
 )  # fmt: skip
 CLASSES = (
-    "Weights", "Stage", "FirstStage", "MiddleStage", "LastStage", "GatheredStage", "DTensor", "Replicate", "Shard",
-    "DeviceMesh",
+    "Weights", "Stage", "FirstStage", "MiddleStage", "LastStage", "ContiguousStage", "GatheredStage", "DTensor",
+    "Replicate", "Shard", "DeviceMesh",
 )  # fmt: skip
 # Operations that update the buffers they are given whenever they run.
 UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")

@@ -56,8 +56,17 @@ EDGES
     return SCHEDULE(wrapped, MICROBATCHES, loss_fn=lambda loss, _: loss, scale_grads=False)'''
 
 
+CONTIGUOUS_STAGE = '''\
+class ContiguousStage(PipelineStage):
+    """A stage whose gradients lie as messages take them: `autograd.grad` leaves them as they were made."""
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        gradients = self.bwd_cache.get(bwd_chunk_id, ())
+        self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in gradients)
+        return super().get_bwd_send_ops(bwd_chunk_id)'''
+
 GATHERED_STAGE = '''\
-class GatheredStage(PipelineStage):
+class GatheredStage(ContiguousStage):
     """A stage that gathers its parameters before both parts of a backward.
 
     PyTorch makes gradients for the parameters that a stage has when a part begins. A forward leaves shards there.
@@ -95,7 +104,10 @@ def pipeline(
         text, parameter = _PIPELINE_OF_SEVERAL, parameter.replace("stage.", "stages.")
     text = text.replace("SCHEDULE", get_schedule(schedule).torch_class).replace("PARAMETER", parameter)
     text = text.replace("MICROBATCHES", "num_microbatches(mesh)") if shares else text
-    text = GATHERED_STAGE + "\n\n\n" + text.replace("PipelineStage(", "GatheredStage(") if gathers else text
+    if get_schedule(schedule).splits_backward:
+        stage = "GatheredStage(" if gathers else "ContiguousStage("
+        classes = (CONTIGUOUS_STAGE, GATHERED_STAGE) if gathers else (CONTIGUOUS_STAGE,)
+        text = "\n\n\n".join((*classes, text.replace("PipelineStage(", stage)))
     return text.replace("EDGES", "\n".join(_edges(received, sent)))
 
 
