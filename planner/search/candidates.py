@@ -21,7 +21,7 @@ def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> t
     why others are not among them.
 
     Unless it is pinned, ep is there only where parameters are made of experts, and cp only where dp cannot take over
-    any of it: as many ranks of dp share the same work without gathering keys and values.
+    any of it with as many microbatches: as many ranks of dp share the same work without gathering keys and values.
     """
     graph = space.graph
     reasons: dict[str, None] = {}
@@ -30,7 +30,7 @@ def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> t
     pinned = {**({"dp": len(pins.batch_shares)} if pins.batch_shares else {}), **pins.mesh}
     for sizes in _axis_sizes(gpus, pinned, space.experts.counts):
         is_offered = "cp" not in pins.mesh and sizes["cp"] > 1
-        if is_offered and (_dp_takes_over(graph, sizes) or not may_split_context(sizes["cp"])):
+        if is_offered and not may_split_context(sizes["cp"]):
             continue
         reason = _refusal(space, sizes, pins)
         if reason:
@@ -39,7 +39,8 @@ def possible_meshes(space: Space, batch: BatchSplit, gpus: int, pins: Pins) -> t
         counts, reason = _microbatch_counts(space, batch, sizes, pins)
         if reason:
             reasons[reason] = None
-        found.extend(Mesh(**sizes, microbatches=count, shares=()) for count in counts)
+        meshes = (Mesh(**sizes, microbatches=count, shares=()) for count in counts)
+        found.extend(mesh for mesh in meshes if not (is_offered and _dp_takes_over(graph, mesh, pins)))
     return tuple(found), tuple(reasons)
 
 
@@ -55,9 +56,12 @@ def splits_context(space: Space, batch: BatchSplit, size: int) -> bool:
     return False
 
 
-def _dp_takes_over(graph: ModelGraph, sizes: Mapping[str, int]) -> bool:
-    """Whether dp could be larger by some factor of cp."""
-    return any(graph.batch_size % (sizes["dp"] * factor) == 0 for factor in _divisors(sizes["cp"]) if factor > 1)
+def _dp_takes_over(graph: ModelGraph, mesh: Mesh, pins: Pins) -> bool:
+    """Whether dp could be larger by some factor of cp, for microbatches of as many samples fewer."""
+    if "dp" in pins.mesh or pins.microbatch_size is not None:
+        return bool(pins.batch_shares)
+    parts = mesh.dp * mesh.microbatches
+    return any(graph.batch_size % (parts * factor) == 0 for factor in _divisors(mesh.cp) if factor > 1)
 
 
 def _axis_sizes(gpus: int, pinned: Mapping[str, int], experts: frozenset[int]) -> Iterator[dict[str, int]]:

@@ -2,7 +2,7 @@
 
 A labelling on a mesh is known by ever more of it: the bound of the mesh, the seconds that its ranks are busy, what its
 policies take where they fit. A queue holds each with the last of these, and only what comes to its head is worked out
-further.
+further. Meshes may be added while some wait in it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class LabelledMeshes:
     progress: Callable[[str], None]
     leanest: dict[Mesh, int] = field(default_factory=dict, init=False)  # bytes under the leanest policy
     estimates: dict[Mesh, float] = field(default_factory=dict, init=False)  # seconds of the best labelling known
+    _queue: list[_Queued] = field(default_factory=list, init=False)
+    _entries: list[_Entry] = field(default_factory=list, init=False)
     _tried: set[tuple[Mesh, int]] = field(default_factory=set, init=False)  # with labellings
     _roomy: set[Mesh] = field(default_factory=set, init=False)  # meshes on which the quickest placements fit
 
-    def scan(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float], since: int) -> None:
-        """Price meshes under the labellings from the `since`-th on, those first that may be fastest."""
+    def add(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float], since: int = 0) -> None:
+        """List meshes under the labellings from the `since`-th on, and price what may be far faster than the best."""
         alike: dict[tuple[int, ...], list[Mesh]] = {}
         for mesh in order:
             if bounds[mesh] < self.record.best_seconds:
@@ -58,8 +60,6 @@ class LabelledMeshes:
                 # Labellings that differ on dp alone are one where there is no dp.
                 kind = (*inner, min(mesh.microbatches, 2), mesh.dp * mesh.microbatches, min(mesh.dp, 2))
                 alike.setdefault(kind, []).append(mesh)
-        entries: list[_Entry] = []
-        queue: list[_Queued] = []
         slow: dict[int, list[tuple[int, ...]]] = {}  # kinds of meshes by labelling
         for kind in sorted(alike):
             new = self._enter(alike[kind], kind, since, slow)
@@ -68,15 +68,20 @@ class LabelledMeshes:
                 if self.record.best_seconds == inf and position % max(1, len(new) // _FIRST_TRIES) == 0:
                     self._try(entry, self._ways(entry))
                     continue
-                heappush(queue, (is_lean, seconds, len(entries), ()))
-                entries.append(entry)
+                heappush(self._queue, (is_lean, seconds, len(self._entries), ()))
+                self._entries.append(entry)
             if self.record.best_seconds < inf:
-                self._price_first(queue, entries, _FAR)
-        # Labellings that spare memory come last: they are for meshes on which the quickest does not fit.
-        self._price_first(queue, entries, 1.0)
+                self._price_first(_FAR)
 
-    def _price_first(self, queue: list[_Queued], entries: Sequence[_Entry], factor: float) -> None:
+    def finish(self) -> None:
+        """Price all that waits and may be faster than the best. Labellings that spare memory come last: they are for
+        meshes on which the quickest does not fit."""
+        self._price_first(1.0)
+        self._queue.clear()
+
+    def _price_first(self, factor: float) -> None:
         """Price what may take less than `factor` of the best step, the most promising first."""
+        queue = self._queue
         while queue and not self.record.is_late:
             if factor * self.record.best_seconds <= queue[0][1] < self.record.best_seconds:
                 break
@@ -84,9 +89,9 @@ class LabelledMeshes:
             if least >= self.record.best_seconds:
                 continue
             if ways:
-                self.progress(f"pricing mesh {position + 1} of {len(entries)}")
-                self._try(entries[position], ways)
-            elif ways := self._ways(entries[position]):
+                self.progress(f"pricing mesh {position + 1} of {len(self._entries)}")
+                self._try(self._entries[position], ways)
+            elif ways := self._ways(self._entries[position]):
                 heappush(queue, (is_lean, min(way.fitting_seconds for way in ways), position, ways))
 
     def _enter(

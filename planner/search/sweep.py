@@ -18,6 +18,7 @@ from ...cost_models.errors import AutoparError
 from ..errors import CannotLower
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
+from ..zero import FREED
 from .answer import Candidate, Found, NothingFits, Setting, rank
 from .batch import BatchSplit, find_batch_split
 from .clashes import meshes_under
@@ -163,8 +164,14 @@ class _Sweep:
 
     def _sweep(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float]) -> bool:
         """Price what is worth it; whether the time was enough."""
-        self._seed(order)
-        self.labelled.scan(order, bounds, 0)
+        whole = [mesh for mesh in order if mesh.cp == 1 or "cp" in self.setting.pins.mesh]
+        self._seed(whole)
+        self.labelled.add(whole, bounds)
+        parts = self._split_samples([mesh for mesh in order if mesh.cp > 1 and "cp" not in self.setting.pins.mesh])
+        self._seed(parts)
+        self.labelled.add(parts, bounds)
+        self.labelled.finish()
+        order = [*whole, *parts]
         open_meshes = dict.fromkeys(order)
         tried: set[object] = set()
         fruitless: set[tuple[int, ...]] = set()  # sizes of inner axes whose own programs have brought nothing
@@ -191,7 +198,8 @@ class _Sweep:
             sizes = " ".join(f"{name}={size}" for name, size in mesh.written.items())
             self.progress(f"placing {sizes}, {mesh.microbatches} microbatches")
             self.record.add(self._solve(mesh))
-            self.labelled.scan(order, bounds, known)
+            self.labelled.add(order, bounds, known)
+            self.labelled.finish()
             if self.record.best_seconds < best:
                 fruitless.clear()
             elif best < inf:
@@ -220,6 +228,20 @@ class _Sweep:
                     found = self.placer.solve(mesh, 0.0)
                     if isinstance(found, str):
                         self.useless[found] = None
+
+    def _split_samples(self, order: Sequence[Mesh]) -> Sequence[Mesh]:
+        """Which meshes with cp are worth a look: microbatches of less than a sample, for more of them or less memory.
+
+        Once something fits, those whose cp and tp take as many ranks together as the tp of the best mesh, or twice as
+        many.
+        """
+        best = min(self.record.fitting, key=rank, default=None)
+        if best is None:
+            return order
+        if best.mesh.pp == 1 and best.activation_checkpoint == "none" and best.zero != FREED:
+            return ()  # nothing waits, and memory costs nothing
+        ep, tp = best.mesh.ep, best.mesh.tp
+        return [mesh for mesh in order if mesh.ep == ep and mesh.cp * mesh.tp in (tp, 2 * tp)]
 
     def _prove(self, order: list[Mesh]) -> Proven:
         """Search all choices together, from the best plan that is known."""

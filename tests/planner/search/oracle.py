@@ -86,12 +86,13 @@ def every_plan(graph: ModelGraph, gpus: int, machine: Machine, stack, pins: Pins
             continue
         if any(sizes[name] != size for name, size in pins.mesh.items()):
             continue
-        if "cp" not in pins.mesh and any(graph.batch_size % (dp * k) == 0 for k in divisors(cp)[1:]):
-            continue
         for microbatches in divisors(graph.batch_size // dp):
             if microbatches > 1 and not batch.allows_microbatches:
                 continue
             if pins.microbatch_size not in (None, graph.batch_size // dp // microbatches):
+                continue
+            is_free = not {"dp", "cp"} & {*pins.mesh} and pins.microbatch_size is None
+            if is_free and any(graph.batch_size % (dp * microbatches * k) == 0 for k in divisors(cp)[1:]):
                 continue
             mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, microbatches=microbatches)
             yield from plans_on(graph, mesh, machine, stack, batch.placements, pins)
