@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MOST_CHOICES = 700  # of the vertices of a program that is solved at all
 _MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
+_BRANCHED_CHOICES = 350  # of one whose relaxation is not integral
 _MOST_TRIES = 8  # assignments of a program whose memory is then found to be too large
 _ALL_CHOICES = 3000  # of all programs of one search
 _WORTH = 0.01  # of the gap: where programs could close no more of it, none is built
@@ -175,6 +176,8 @@ class Refiner:
         """
         for tries in range(_MOST_TRIES):
             if chosen is None:
+                if joint.num_choices > _BRANCHED_CHOICES:
+                    return None
                 left = self.leaves.seconds_left()
                 bound, chosen = model.solve(as_mip=True, time_limit_seconds=left, known_seconds=known)
                 if bound >= known:

@@ -232,8 +232,7 @@ class _Sweep:
     def _split_samples(self, order: Sequence[Mesh]) -> Sequence[Mesh]:
         """Which meshes with cp are worth a look: microbatches of less than a sample, for more of them or less memory.
 
-        Once something fits, those whose cp and tp take as many ranks together as the tp of the best mesh, or twice as
-        many.
+        Once something fits, those where cp and tp together have twice the ranks of the best mesh's tp.
         """
         best = min(self.record.fitting, key=rank, default=None)
         if best is None:
@@ -241,7 +240,7 @@ class _Sweep:
         if best.mesh.pp == 1 and best.activation_checkpoint == "none" and best.zero != FREED:
             return ()  # nothing waits, and memory costs nothing
         ep, tp = best.mesh.ep, best.mesh.tp
-        return [mesh for mesh in order if mesh.ep == ep and mesh.cp * mesh.tp in (tp, 2 * tp)]
+        return [mesh for mesh in order if mesh.ep == ep and mesh.cp * mesh.tp == 2 * tp]
 
     def _prove(self, order: list[Mesh]) -> Proven:
         """Search all choices together, from the best plan that is known."""

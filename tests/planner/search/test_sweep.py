@@ -175,11 +175,15 @@ def test_microbatches_fill_a_pipeline_when_pinned():
     assert found.best.schedule != "none"
 
 
-def test_cp_is_offered_where_dp_has_used_up_the_batch():
-    space = Space(residual_mlp(batch=2, length=8))
+def test_cp_is_offered_where_a_sample_is_all_that_dp_and_microbatches_leave():
+    space = Space(residual_mlp(batch=4, length=8))
     batch = find_batch_split(space)
     found = possible_meshes(space, batch, 8, Pins(mesh={}))[0]
-    assert {(mesh.dp, mesh.cp) for mesh in found if mesh.cp > 1} == {(2, 2), (2, 4)}
+    of_cp = {(mesh.dp, mesh.microbatches, mesh.cp) for mesh in found if mesh.cp > 1}
+    assert of_cp == {(dp, 4 // dp, cp) for dp in (1, 2, 4) for cp in (2, 4, 8) if dp * cp <= 8}
+    # Where dp or the microbatch is given, dp cannot take over.
+    given = possible_meshes(space, batch, 8, Pins(mesh={"dp": 2}))[0]
+    assert {mesh.microbatches for mesh in given if mesh.cp > 1} == {1, 2}
     assert not [mesh for mesh in found if mesh.ep > 1]
     assert {mesh.cp for mesh in possible_meshes(space, batch, 8, Pins(mesh={"cp": 2}))[0]} == {2}
     without = Space(residual_mlp(batch=2))
