@@ -86,6 +86,8 @@ def every_plan(graph: ModelGraph, gpus: int, machine: Machine, stack, pins: Pins
             continue
         if any(sizes[name] != size for name, size in pins.mesh.items()):
             continue
+        if cp > 1 and "cp" not in pins.mesh and not splits_context(graph, cp, batch.placements):
+            continue
         for microbatches in divisors(graph.batch_size // dp):
             if microbatches > 1 and not batch.allows_microbatches:
                 continue
@@ -248,6 +250,23 @@ def divides(graph, placements, t, node, mesh) -> bool:
 
 def options(graph, t, node):
     return options_of(node, [graph.templates[t].type_of(ref) for ref in node.operands])
+
+
+def splits_context(graph: ModelGraph, size: int, batch_labels) -> bool:
+    """Whether something that reads a matrix can be split over cp: with the parameters whole, or all of it."""
+    for t, template in enumerate(graph.templates[1:], start=1):
+        for node in template.of_kind(Kind.OP):
+            sources = [template.by_name[ref.node] for ref in node.operands]
+            held = [i for i, source in enumerate(sources) if source.kind is Kind.PARAMETER]
+            if not any(len(sources[i].output.shape) >= 2 for i in held):
+                continue
+            of_batch = batch_labels[t].get(node.name, {}).get(MICROBATCH) if batch_labels else None
+            for option in options(graph, t, node):
+                is_split = option.label not in (*UNSPLIT, of_batch) and not option.label.startswith("partial")
+                everything = [str(pair).startswith("S") for pair in (*option.operands, *option.outputs)]
+                if is_split and option.extent % size == 0 and (all(everything) or not any(everything[i] for i in held)):
+                    return True
+    return False
 
 
 def on_axis(graph: ModelGraph, axis: Axis, batch_labels) -> Iterator[dict[tuple[int, str], str]]:
