@@ -111,7 +111,7 @@ CASES = {
     "wrong dtype": (["no_inputs.py", "--gpus", "2", "--input", "ids=float32[B,4]"], 4, ["no_inputs.py"]),
     "wrong input name": (["no_inputs.py", "--gpus", "2", "--input", "idx=int64[B,4]"], None, ["idx"]),
     "more GPUs than batch": (["net.py", "--gpus", "8", "--batch-size", "4", "--mesh", "dp=8"], None, ["8", "4"]),
-    "mesh of other GPUs": (["net.py", "--gpus", "8", "--mesh", "dp=2,tp=2,pp=1"], None, ["8"]),
+    "mesh of other GPUs": (["net.py", "--gpus", "8", "--mesh", "dp=2,tp=2,pp=1,cp=1"], None, ["8"]),
     "nothing divides": (["net.py", "--gpus", "7", "--mesh", "tp=7", "--cluster", "h100-sxm"], None, ["7"]),
     "more stages than units": (["net.py", "--gpus", "64", "--mesh", "pp=64"], None, ["64"]),
     "memory": (
