@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MOST_CHOICES = 700  # of the vertices of a program that is solved at all
 _MOST_CUTS = 12  # of a pipeline, to try each where nothing fits
-_BRANCHED_CHOICES = 350  # of one whose relaxation is not integral
+_PLACED_CHOICES = 350  # of one that is asked for a better plan where there is one
 _MOST_TRIES = 8  # assignments of a program whose memory is then found to be too large
 _ALL_CHOICES = 3000  # of all programs of one search
 _WORTH = 0.01  # of the gap: where programs could close no more of it, none is built
@@ -118,7 +118,13 @@ class Refiner:
 
     def better(self, candidate: Candidate) -> Iterator[Candidate]:
         """Plans of the candidate's mesh and cut, as the whole program places them: under every policy for all blocks,
-        and under the candidate's own."""
+        and under the candidate's own. None where it is large."""
+        try:
+            joint = self.joint(candidate.outer)
+        except NoAssignment:
+            return
+        if joint is None or joint.num_choices > _PLACED_CHOICES:
+            return
         checkpoints = checkpoints_for(self.setting.graph, self.setting.pins)
         if candidate.activation_checkpoint not in checkpoints:
             checkpoints = (*checkpoints, candidate.activation_checkpoint)
@@ -176,8 +182,6 @@ class Refiner:
         """
         for tries in range(_MOST_TRIES):
             if chosen is None:
-                if joint.num_choices > _BRANCHED_CHOICES:
-                    return None
                 left = self.leaves.seconds_left()
                 bound, chosen = model.solve(as_mip=True, time_limit_seconds=left, known_seconds=known)
                 if bound >= known:
