@@ -23,7 +23,7 @@ from ...planner.sharding.mesh import Mesh
 from ...planner.sharding.program import ModelProgram
 from ...planner.zero import Zero
 from ..exporters.pytorch.tensors import DEFAULT_DTYPE
-from .memory import machine_bytes, refuse_too_large
+from .memory import machine_bytes, refuse_large_model, refuse_too_large
 from .rank import RankJob, RankResult, run_rank
 from .ranks import run_ranks
 from .reference import Reference, run_reference
@@ -129,6 +129,7 @@ def _verify_shrunk(
     from ..package import emit_package
 
     graph, request = capture(shrunk_request(plan, arguments))
+    refuse_large_model(graph, dtype, machine_bytes())
     request = with_policies(request, plan, graph)
     planned = plan_graph(graph, request, check_request(request))
     with tempfile.TemporaryDirectory(prefix="autopar-shrunk-") as folder:

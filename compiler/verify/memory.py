@@ -18,8 +18,36 @@ _WORTH_PRICING = 0.25
 _SMALLER = "verify it smaller: --shrink with --set of a smaller model (--set preset=tiny, --set num_layers=2 ...)"
 
 
+def _item_bytes(dtype: str) -> int:
+    return ITEM_BYTES["float32" if dtype == "float32" else "float64"]
+
+
+def _state_bytes(graph: ModelGraph, dtype: str) -> int:
+    return REFERENCE_COPIES * _item_bytes(dtype) * sum(info.type.numel for info in graph.tensors.values())
+
+
+def _there(memory_bytes: int) -> str:
+    return f"more than this machine's {format_bytes(memory_bytes)}"
+
+
 def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_large_model(graph: ModelGraph, dtype: str, memory_bytes: int) -> None:
+    """Refuse a model whose states alone are larger than `memory_bytes`, whatever the plan.
+
+    Raises:
+        AutoparError: bytes needed and there.
+    """
+    numel = sum(info.type.numel for info in graph.tensors.values())
+    state_bytes = _state_bytes(graph, dtype)
+    if state_bytes > memory_bytes:
+        raise AutoparError(
+            f"a step of the unsharded module needs {format_bytes(state_bytes)}, {_there(memory_bytes)}",
+            where=f"{numel:,} numbers of parameters and buffers, with gradients and two optimizer steps",
+            fix=_SMALLER,
+        )
 
 
 def refuse_too_large(graph: ModelGraph, plan: Plan, dtype: str, memory_bytes: int) -> None:
@@ -28,23 +56,15 @@ def refuse_too_large(graph: ModelGraph, plan: Plan, dtype: str, memory_bytes: in
     Raises:
         AutoparError: bytes needed and there.
     """
-    there = f"more than this machine's {format_bytes(memory_bytes)}"
-    item_bytes = ITEM_BYTES["float32" if dtype == "float32" else "float64"]
-    numel = sum(info.type.numel for info in graph.tensors.values())
-    state_bytes = REFERENCE_COPIES * numel * item_bytes
-    if state_bytes > memory_bytes:
-        raise AutoparError(
-            f"a step of the unsharded module needs {format_bytes(state_bytes)}, {there}",
-            where=f"{numel:,} numbers of parameters and buffers, with gradients and two optimizer steps",
-            fix=_SMALLER,
-        )
+    refuse_large_model(graph, dtype, memory_bytes)
+    there, state_bytes = _there(memory_bytes), _state_bytes(graph, dtype)
     if plan.gpus * RANK_BYTES > memory_bytes:
         raise AutoparError(
             f"{plan.gpus:,} CPU ranks need {format_bytes(plan.gpus * RANK_BYTES)} without any model, {there}",
             where="plan.json: gpus",
             fix="verify a plan like it on at most two ranks an axis: --shrink",
         )
-    per_item = item_bytes / ITEM_BYTES["float32"]
+    per_item = _item_bytes(dtype) / ITEM_BYTES["float32"]
     if per_item * result_bytes(graph) < _WORTH_PRICING * memory_bytes:
         return
     step_bytes = step_bytes_of(graph, plan)
@@ -53,8 +73,8 @@ def refuse_too_large(graph: ModelGraph, plan: Plan, dtype: str, memory_bytes: in
         in_float32 = state_bytes // per_item + step_bytes
         raise AutoparError(
             f"a step of the unsharded module needs about {format_bytes(needed_bytes)}, {there}",
-            where=f"batch {plan.batch_size} in float{8 * item_bytes}: {format_bytes(round(per_item * step_bytes))} for "
-            "what the backward needs",
+            where=f"batch {plan.batch_size} in float{8 * _item_bytes(dtype)}: "
+            f"{format_bytes(round(per_item * step_bytes))} for what the backward needs",
             fix=f"{'--dtype float32 needs half of that; or ' if in_float32 < memory_bytes else ''}{_SMALLER}",
         )
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from autopar.compiler.verify import check
 from autopar.compiler.verify.memory import refuse_too_large
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.driver import PlanRequest, make_plan
@@ -33,6 +34,13 @@ def test_too_large(planned, dtype, mebibytes, what, fix):
     assert fix in error.value.fix
     if "float32" not in fix:
         assert "float32" not in error.value.fix
+
+
+def test_a_shrunk_plan_of_a_large_model_is_not_even_searched(planned, monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "machine_bytes", lambda: 20 * MIB)
+    with pytest.raises(AutoparError, match="a step of the unsharded module needs 28") as error:
+        check.verify(planned.plan, tmp_path, shrink=True)
+    assert "--set num_layers=2" in error.value.fix
 
 
 @pytest.mark.parametrize(("dtype", "mebibytes"), [("auto", 120), ("float32", 64), ("auto", 1 << 20)])
