@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .text import INDENT, layout
 
@@ -37,7 +38,9 @@ class Expr:
 class Statement:
     """`results` = render(operands). `render` gets one Expr per operand.
 
-    `names`: what to call the results, best first name each. `inline`: may be written inside its only reader.
+    `names`: what to call the results, best first name each. `inline`: may be written inside its only reader, but not
+    behind a statement that `communicates` if it `saves` something for the backward: what runs again before the backward
+    ends with the last thing saved, and would then communicate once more.
     """
 
     results: tuple[Key, ...]
@@ -46,6 +49,8 @@ class Statement:
     names: tuple[str, ...]
     comment: str = ""
     inline: bool = False
+    communicates: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,30 +204,36 @@ class _Writer:
 
 def _inlined(steps: Sequence[Statement | Loop], known: Mapping[Key, Expr]) -> set[Key]:
     """Results that are written inside their only reader."""
-    readers: dict[Key, list[Statement | Loop]] = {}
-    for step in steps:
+    readers: dict[Key, list[int]] = {}
+    for position, step in enumerate(steps):
         for key in step.operands:
-            readers.setdefault(key, []).append(step)
+            readers.setdefault(key, []).append(position)
+    before = (0, *accumulate(isinstance(step, Statement) and step.communicates for step in steps))
     found: set[Key] = set()
+    saving: set[Key] = set()  # of these the ones whose expression saves something
     exprs: dict[Key, Expr] = dict(known)
-    for step in steps:
+    for position, step in enumerate(steps):
         if isinstance(step, Loop):
             exprs.update((key, Expr("x")) for key in step.results)
             continue
         expr = step.render([exprs[key] for key in step.operands])
         if not step.results:
             continue
-        result, reading = step.results[0], readers.get(step.results[0], [])
+        result, read_at = step.results[0], readers.get(step.results[0], [])
+        reader = steps[read_at[0]] if len(read_at) == 1 else None
+        saves = step.saves or not saving.isdisjoint(step.operands)
         if (
             step.inline
             and len(step.results) == 1
-            and len(reading) == 1
-            and isinstance(reading[0], Statement)
+            and isinstance(reader, Statement)
             and expr.weight <= INLINE_OPERATIONS
-            and len(expr.text) <= (INLINE_WIDTH if reading[0].results else 2 * INLINE_WIDTH - 20)
+            and len(expr.text) <= (INLINE_WIDTH if reader.results else 2 * INLINE_WIDTH - 20)
+            and not (saves and before[read_at[0]] > before[position + 1])
         ):
             found.add(result)
             exprs[result] = expr
+            if saves:
+                saving.add(result)
         else:
             exprs.update((key, Expr(name)) for key, name in zip(step.results, step.names, strict=True))
     return found

@@ -135,12 +135,13 @@ def recomputed(lowered: TemplateProgram) -> tuple[CollectiveUse, ...]:
     for step in lowered.steps:
         mine = step.collectives if isinstance(step, Compute) else conversion_uses(step)
         uses.extend(use for use in mine if use.phase == "forward")
-        if isinstance(step, Compute) and _saves(step):
+        if isinstance(step, Compute) and saves(step):
             until = len(uses)
     return tuple(uses[:until])
 
 
-def _saves(step: Compute) -> bool:
+def saves(step: Compute) -> bool:
+    """Whether autograd keeps something of an operation."""
     if not any(value.requires_grad for value in step.outputs):
         return False
     saved = saved_of(step.node, step.operand_types)
@@ -307,5 +308,5 @@ def _bucket(
 
 __all__ = [
     "expected_collectives", "is_partial", "loss_axes", "prepared_changes", "prepared_uses", "recomputed",
-    "reduced_axes", "reduced_over", "stage_values",
+    "reduced_axes", "reduced_over", "saves", "stage_values",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import pytest
 from autopar.compiler.source import ADD, MULTIPLY, Body, Expr, Loop, Statement
@@ -80,6 +81,20 @@ def test_single_use_is_written_inside_its_reader() -> None:
     body.add(_statement("b", ("a",), "f", "y"))
     body.add(_statement("c", ("b",), "g", "z"))
     assert body.lines(["c"], _finish) == ["        return g(f(x))"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "text"), [(True, "y = f(x)|z = meet(x)|return g(y), z"), (False, "z = meet(x)|return g(f(x)), z")]
+)
+def test_what_saves_for_the_backward_stays_before_what_communicates(saves: bool, text: str) -> None:
+    """Blocks run again up to the last thing saved: behind a collective it would have that one run once more."""
+    body = Body(reserved=())
+    body.argument("a", "x")
+    body.add(replace(_statement("b", ("a",), "f", "y"), saves=saves))
+    body.add(replace(_statement("met", ("a",), "meet", "z", inline=False), communicates=True))
+    body.add(_statement("c", ("b",), "g", "y"))
+    lines = "|".join(line.strip() for line in body.lines(["c", "met"], _finish))
+    assert lines == text
 
 
 def test_what_is_read_twice_gets_a_variable_and_dead_names_are_reused() -> None:

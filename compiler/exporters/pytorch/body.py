@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ....planner.capture.graph import Ref, TensorType
 from ....planner.errors import AutoparError
+from ....planner.search.step_collectives import saves
 from ....planner.sharding.mesh import MICROBATCH, Axis
 from ....planner.sharding.placement import Layout, Pair, local_groups
 from ....planner.sharding.program import Compute, Convert, TemplateProgram, Var
@@ -137,6 +138,7 @@ def conversion_statement(
 
         return Statement(
             results=(target,), operands=(source, source), render=count, names=(name,), comment=pairs_comment(change),
+            communicates=_communicates(change),
         )  # fmt: skip
 
     def write(operands: Sequence[Expr]) -> Expr:
@@ -144,7 +146,13 @@ def conversion_statement(
 
     return Statement(
         results=(target,), operands=(source,), render=write, names=(name,), comment=pairs_comment(change),
+        communicates=_communicates(change),
     )  # fmt: skip
+
+
+def _communicates(change: Change) -> bool:
+    """Whether the forward of a conversion is a collective: local ones are in brackets."""
+    return bool(change.conversion.forward) and not change.conversion.forward.startswith("[")
 
 
 def conversion_arguments(change: Change, before: Layout, axes: Sequence[Axis], handle: str) -> tuple[str, ...]:
@@ -179,6 +187,8 @@ def _operation(step: Compute, scope: Scope, names: Mapping[Ref, str], number: in
         render=lambda operands: render(step.call, operands, context),
         names=tuple(names[result.ref] for result in step.results),
         inline=not step.call.kwargs or step.call.target.startswith("aten."),
+        communicates=any(use.phase == "forward" for use in step.collectives),
+        saves=saves(step),
     )
 
 
