@@ -10,14 +10,18 @@ BITS_PER_BYTE = 8
 
 
 def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
-    """Three significant digits with the largest unit that keeps the number at least 1."""
+    """Three significant digits, whole numbers as they are, with the largest unit that keeps the number at least 1."""
     sign = "-" if value < 0 else ""
     size, index = abs(value), 0
-    # 999.5 would print as "1e+03": move on to the next unit before rounding does.
-    while index + 1 < len(units) and float(f"{size:.3g}") >= step:
+    # As it is printed: 999.5 of a unit is 1.00 of the next.
+    while index + 1 < len(units) and float(_three_digits(size)) >= step:
         size, index = size / step, index + 1
+    return f"{sign}{_three_digits(size)} {units[index]}"
+
+
+def _three_digits(size: float) -> str:
     digits = 0 if size >= 99.95 or size == int(size) else 1 if size >= 9.995 else 2
-    return f"{sign}{size:.{digits}f} {units[index]}"
+    return f"{size:.{digits}f}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -50,9 +54,11 @@ def format_seconds(seconds: float) -> str:
     size = abs(seconds)
     sign = "-" if seconds < 0 else ""
     if size >= 59.5:
-        whole = round(size)
-        hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
-        return sign + (f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s")
+        if size >= 3599.5:
+            hours, minutes = divmod(round(size / 60), 60)
+            return f"{sign}{hours} h {minutes} min"
+        minutes, rest = divmod(round(size), 60)
+        return f"{sign}{minutes} min {rest} s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if size >= 0.9995 * factor:
             return sign + _scaled(size / factor, 1000, (unit,))
