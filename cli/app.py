@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .commands import diff, emit, explain, graph, hardware, ops, plan, timeline, verify
+from .console import print_result
 
 app = typer.Typer(
     name="autopar",
@@ -21,7 +22,7 @@ def _print_version(is_wanted: bool) -> None:
     if is_wanted:
         from importlib.metadata import version
 
-        typer.echo(f"autopar {version('autopar')}")
+        print_result(f"autopar {version('autopar')}")
         raise typer.Exit
 
 

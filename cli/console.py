@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Protocol
@@ -27,15 +27,39 @@ class Progress(Protocol):
     def __call__(self, message: str, /) -> None: ...
 
 
+class Unread(Exception):
+    """What reads stdout has ended, as `head` does: nobody is left to tell."""
+
+
 def print_result(text: str) -> None:
-    """Write to stdout as it is."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Write to stdout as it is, at once.
+
+    Raises:
+        Unread: nobody reads it.
+        AutoparError: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise Unread from error
+    except OSError as error:
+        raise unwritten(error) from error
+
+
+def unwritten(error: OSError) -> AutoparError:
+    """Why stdout ends here, such as a full disk."""
+    return AutoparError(
+        f"cannot write the result: {error.strerror}",
+        where="standard output",
+        fix="make room, or send it elsewhere; files that the command has written are complete",
+    )
 
 
 def print_json(data: Mapping[str, object]) -> None:
     """Write one JSON object to stdout, with its schema version first; what JSON cannot say (infinity) is null."""
     shown = {"schema_version": SCHEMA_VERSION, **data}
-    sys.stdout.write(json.dumps(_plain(shown), indent=2, allow_nan=False) + "\n")
+    print_result(json.dumps(_plain(shown), indent=2, allow_nan=False))
 
 
 def _plain(value: object) -> object:
@@ -52,14 +76,15 @@ def _plain(value: object) -> object:
 
 
 def print_note(text: str) -> None:
-    """Write one line to stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write one line to stderr; where that cannot be written, the result still can."""
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def print_error(error: AutoparError) -> None:
     """Write what happened, where, and how to fix it to stderr."""
-    sys.stderr.write(f"error: {error}\n")
+    print_note(f"error: {error}")
 
 
 def print_table(table: Table) -> None:

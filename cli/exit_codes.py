@@ -13,3 +13,4 @@ class ExitCode(IntEnum):
     UNSUPPORTED = 4
     CHECK_FAILED = 5
     INTERRUPTED = 130  # as shells have it: 128 and the signal's number
+    UNREAD = 141  # as shells have it too, of SIGPIPE: what reads stdout has ended

@@ -15,10 +15,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from .exit_codes import ExitCode
 
 _PATIENCE_SECONDS = 3.0
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class Interrupted(BaseException):
@@ -53,10 +55,10 @@ def interruptible() -> Iterator[None]:
         os.close(heard)
 
 
-def keyboard_interrupt(end: SystemExit) -> KeyboardInterrupt | None:
-    """The `KeyboardInterrupt` that typer has made this end of, None if there was none."""
+def made_of(end: SystemExit, kind: type[_Error]) -> _Error | None:
+    """The exception of a kind that typer has made this end of, None if there was none."""
     error: BaseException | None = end
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 
@@ -85,4 +87,4 @@ def _end() -> None:
     os._exit(ExitCode.INTERRUPTED)
 
 
-__all__ = ["Interrupted", "interruptible", "keyboard_interrupt"]
+__all__ = ["Interrupted", "interruptible", "made_of"]

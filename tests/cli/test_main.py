@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,3 +131,56 @@ def test_stdout_is_only_the_result(run: Callable[..., Any]) -> None:
     data = json.loads(run("hardware", "list", "--json").out)
     assert data["schema_version"] == 1
     assert {c["name"] for c in data["clusters"]} >= {"h100-sxm", "a100-80g-sxm", "cpu-local"}
+
+
+LOST = [
+    ["--help"],
+    ["--version"],
+    ["plan", "--help"],
+    ["explain", "PLAN"],
+    ["explain", "PLAN", "--json"],
+    ["diff", "PLAN", "PLAN"],
+    ["hardware", "list"],
+    ["hardware", "show", "h100-sxm", "--json"],
+]
+
+
+def run_program(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from autopar.cli.main import program; sys.exit(program())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", LOST, ids=" ".join)
+def test_a_full_disk_is_an_answer(example_plan: Plan, write_plan: Callable[..., Path], arguments: list[str]) -> None:
+    file = str(write_plan(example_plan))
+    with open("/dev/full", "w") as full:
+        done = run_program([file if a == "PLAN" else a for a in arguments], full.fileno())
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("error: cannot write the result: No space left on device\n  where: standard output\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", LOST, ids=" ".join)
+def test_a_reader_that_has_ended_is_told_nothing(
+    example_plan: Plan, write_plan: Callable[..., Path], arguments: list[str]
+) -> None:
+    file = str(write_plan(example_plan))
+    heard, speaking = os.pipe()
+    os.close(heard)
+    try:
+        done = run_program([file if a == "PLAN" else a for a in arguments], speaking)
+    finally:
+        os.close(speaking)
+    assert (done.returncode, done.stderr) == (ExitCode.UNREAD, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
+def test_streams_that_are_closed_lose_what_is_written_to_them(closed: str) -> None:
+    code = "import sys; from autopar.cli.main import program; sys.exit(program())"
+    command = f"'{sys.executable}' -c '{code}' hardware show h100-sxm {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == ExitCode.DONE
+    assert done.stderr == ""
+    assert bool(done.stdout) == (not closed.startswith(">&-"))
