@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from math import prod
@@ -118,6 +119,31 @@ def test_another_plan_resumes_a_run(tmp_path, expected, saved, resumed):
     losses |= train(tmp_path / "resumed", "--steps", "6", "--checkpoint-dir", checkpoints, "--resume")
     for step in range(1, 7):
         assert losses[step] == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
+
+
+def test_two_nodes_on_one_machine(tmp_path, expected):
+    package = tmp_path / "package"
+    emit(package, gpus=4, mesh={"pp": 1, "dp": 2, "tp": 2}, zero=3)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"NNODES": "2", "MASTER_PORT": port, "TORCHRUN": str(TORCHRUN), "TMPDIR": str(tmp_path)}
+    command = ["bash", str(package / "launch.sh"), "--device", "cpu", "--json", "--steps", "2"]
+    nodes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "NODE_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    ended = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ended[0][1][-2000:] + ended[1][1][-2000:]
+    losses = [json.loads(line)["loss"] for line in ended[0][0].splitlines()]
+    assert losses == pytest.approx(expected[:2], rel=1e-4)
+    assert not list(tmp_path.glob("*.pt"))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
