@@ -232,10 +232,12 @@ def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
     """Plan again what `file` is for and compare the decision."""
     committed = read_plan(file)
     from ...planner.driver import make_plan
-    from ...planner.replay import request_of
+    from ...planner.edits import was_edited
+    from ...planner.replay import command_of, request_of
 
     with progress(is_quiet=is_quiet) as report:
-        fresh = rounded(make_plan(request_of(committed), report).plan)
+        planned = make_plan(request_of(committed), report)
+    fresh = rounded(planned.plan)
     found = diff_plans(committed, fresh)
     if is_json:
         print_result(plan_to_json(replace(fresh, model=committed.model)))
@@ -243,6 +245,12 @@ def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
         print_result(headline(found))
         for table in () if found.is_empty else diff_tables(found):
             print_table(table)
+    if not found.is_same_decision and was_edited(committed, planned.graph):
+        raise CheckFailed(
+            "planning again decides otherwise than the plan, which was edited since the search",
+            where=str(file),
+            fix=f"to keep it, plan with the edit pinned, leaving out what may be searched: {command_of(committed)}",
+        )
     if not found.is_same_decision:
         raise CheckFailed(
             "the plan is stale: planning again decides otherwise",

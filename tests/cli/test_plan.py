@@ -206,6 +206,24 @@ def test_check_of_a_fresh_and_of_a_stale_plan(run: Run, planned: Path, folder: P
     assert "stale" in found.err
 
 
+@pytest.mark.parametrize("is_emitted", [False, True])
+def test_check_of_an_edited_plan_says_how_to_keep_the_edit(run: Run, folder: Path, is_emitted: bool) -> None:
+    assert run("plan", "net.py", "--gpus", "2", "--mesh", "dp=2", "--zero", "0", "-q").code == ExitCode.DONE
+    file = folder / "net-autopar" / "plan.json"
+    plan = json.loads(file.read_text())
+    file.write_text(json.dumps({**plan, "zero": 3}))
+    if is_emitted:
+        assert run("emit", file, "--force", "-q").code == ExitCode.DONE
+        assert json.loads(file.read_text())["pins"] == {"mesh": "dp=2", "zero": "3"}
+    found = run("plan", "--check", file)
+    if is_emitted:
+        assert (found.code, found.out) == (ExitCode.DONE, "The plans are the same.\n"), found.err
+    else:
+        assert found.code == ExitCode.CHECK_FAILED
+        assert "which was edited since the search" in found.err
+        assert "--zero 3" in found.err
+
+
 def test_check_says_when_the_model_is_gone(run: Run, planned: Path, folder: Path) -> None:
     (folder / "net.py").unlink()
     found = run("plan", "--check", planned / "plan.json", "--quiet")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from autopar.compiler.package import after_edits
 from autopar.planner.driver import PlanRequest, make_plan
-from autopar.planner.edits import completed
+from autopar.planner.edits import completed, was_edited
 from autopar.planner.errors import AutoparError, UnsupportedModel
 from autopar.planner.plan_json import rounded
 
@@ -48,6 +48,8 @@ def test_shares_of_the_batch_are_those_of_the_plan() -> None:
     even, _ = planned("gpt", arguments=GPT, **given, batch_shares=(1, 1))
     found = rounded(after_edits(replace(plan, batch_shares=()), graph))
     assert found == replace(even, solver=found.solver, alternatives=plan.alternatives, pins=plan.pins)
+    pinned = replace(plan, batch_shares=(), pins={**plan.pins, "batch-shares": "6,2"})
+    assert after_edits(pinned, graph).pins["batch-shares"] == "8,8"
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,7 @@ def test_an_edited_plan_says_what_the_same_plan_by_pins_says(
     found = rounded(after_edits(replace(plan, **edit), graph))
     assert found.step_seconds != plan.step_seconds
     assert found.solver.status == "priced again"
-    assert found == replace(
-        wanted, solver=found.solver, alternatives=plan.alternatives, pins=plan.pins, notes=plan.notes
-    )
+    assert found == replace(wanted, solver=found.solver, alternatives=plan.alternatives, notes=plan.notes)
 
 
 def test_microbatches_of_a_plan_that_had_one() -> None:
@@ -100,3 +100,43 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     assert completed(plan, graph) is plan
     with pytest.raises(AutoparError, match="cannot be cut into 2 microbatches: .*whole batch at once"):
         completed(replace(plan, microbatches=2), graph)
+
+
+@pytest.mark.parametrize(
+    ("edit", "pins"),
+    [
+        ({"zero": 0}, {"mesh": "pp=1,dp=2,tp=1", "zero": "0", "activation-checkpoint": "h.{0..2}=full"}),
+        (
+            {
+                "zero_by_block": {"h.{0..1}": 2, "h.{2..3}": 3},
+                "activation_checkpoint": "none",
+                "checkpoint_by_block": {},
+            },
+            {
+                "mesh": "pp=1,dp=2,tp=1",
+                "zero": "h.{0..1}=2,h.{2..3}=3",
+                "zero-shard-size": "2",
+                "activation-checkpoint": "none",
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_pins_follow_an_edit(edit: dict[str, Any], pins: dict[str, str]) -> None:
+    plan, graph = planned(
+        "gpt",
+        arguments=GPT,
+        gpus=2,
+        mesh={"dp": 2},
+        zero=3,
+        zero_shard_size=2,
+        activation_checkpoint="h.{0..2}=full",
+    )
+    assert not was_edited(plan, graph)
+    edited = replace(plan, **edit)
+    assert was_edited(edited, graph)
+    found = rounded(after_edits(edited, graph))
+    assert found.pins == pins
+    assert was_edited(found, graph)
+    assert after_edits(found, graph) is found
+    assert not was_edited(replace(edited, fingerprint="of another model"), graph)
