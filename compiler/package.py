@@ -11,6 +11,7 @@ from pathlib import Path
 from ..cost_models.hardware.toml_file import is_path
 from ..cost_models.stacks import load_stack
 from ..planner.capture.graph import ModelGraph
+from ..planner.checkpointing import refuse_selective
 from ..planner.driver import program_of
 from ..planner.edits import completed, priced_again
 from ..planner.errors import AutoparError
@@ -46,6 +47,7 @@ def render_package(plan: Plan, graph: ModelGraph, *, folder: Path = Path()) -> d
 def _checked(plan: Plan, graph: ModelGraph) -> tuple[LoweredModel, Options]:
     """The plan's programs and policies, if code can be written for them."""
     stages = [(stage.first, stage.last) for stage in plan.stages]
+    refuse_selective(graph, (plan.activation_checkpoint, *plan.checkpoint_by_block.values()), where="plan.json")
     model, options = lower(program_of(plan, graph), stages), options_of(plan)
     if reason := loses_weights(model.program, plan.schedule, stages):
         raise AutoparError(

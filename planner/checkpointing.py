@@ -6,9 +6,10 @@ it saves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from ..cost_models.errors import AutoparError
 from . import blocks
 from .fqn_patterns import fold, natural
 
@@ -37,6 +38,33 @@ def runs_more_again(graph: ModelGraph, checkpointing: Checkpointing, *, than: Ch
     """Whether every block runs at least as much again as under another policy."""
     units = [unit for unit in range(len(graph.units)) if blocks.is_block(graph, unit)]
     return all(POLICIES.index(policy_of(checkpointing, u)) >= POLICIES.index(policy_of(than, u)) for u in units)
+
+
+def why_not_selective(graph: ModelGraph) -> str:
+    """What keeps blocks from selective checkpointing; "" if nothing does."""
+    from .sharding.rules import rule_of
+
+    for template in graph.templates:
+        for op in (node.op for node in template.nodes if template.is_module):
+            if op and (rule := rule_of(op)) is not None and rule.overwrites_products:
+                return f"{op} in {template.pattern} writes over its own products, which selective checkpointing keeps"
+    return ""
+
+
+def policies_of(graph: ModelGraph) -> tuple[str, ...]:
+    """Those that blocks of the graph can have, in the order of `POLICIES`."""
+    barred = ("selective",) if why_not_selective(graph) else ()
+    return tuple(policy for policy in POLICIES if policy not in barred)
+
+
+def refuse_selective(graph: ModelGraph, policies: Collection[str], *, where: str) -> None:
+    """Refuse a choice of policies that the graph's blocks cannot have.
+
+    Raises:
+        AutoparError: why, and the other policies.
+    """
+    if "selective" in policies and (reason := why_not_selective(graph)):
+        raise AutoparError(reason, where=where, fix=f"choose one of {', '.join(policies_of(graph))}")
 
 
 def in_short(graph: ModelGraph, policies: tuple[str, ...]) -> Checkpointing:

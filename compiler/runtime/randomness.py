@@ -67,3 +67,25 @@ def seeded_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def seeded_recurrent(
+    x: torch.Tensor,
+    states: torch.Tensor | tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    kind: str,
+    seed: int,
+) -> tuple[torch.Tensor, ...]:
+    """`torch.lstm` and its kind, whose dropout between layers draws from `seed`."""
+    run, options = getattr(torch, kind), (has_biases, num_layers, dropout, training, bidirectional, batch_first)
+    if not training:
+        return run(x, states, weights, *options)
+    # Dropout of cuDNN goes on from where it was, whatever the seed.
+    with seeded(seed, x.device), torch.backends.cudnn.flags(enabled=False):
+        return run(x, states, weights, *options)

@@ -18,6 +18,7 @@ _PROBABILITY: dict[tuple[Any, str], tuple[int, str]] = {
     (F, "feature_alpha_dropout"): (1, "p"),
     (torch, "alpha_dropout"): (1, "p"),
     (F, "scaled_dot_product_attention"): (4, "dropout_p"),
+    **{(torch, name): (5, "dropout") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
 
 

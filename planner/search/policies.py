@@ -6,7 +6,7 @@ from math import gcd, inf
 
 from ...cost_models.hardware import Cluster
 from ..capture.graph import Kind, ModelGraph
-from ..checkpointing import POLICIES, Checkpointing, by_unit, parse_checkpoints
+from ..checkpointing import POLICIES, Checkpointing, by_unit, parse_checkpoints, policies_of, refuse_selective
 from ..schedules import get_schedule, schedule_names
 from ..sharding.mesh import Mesh
 from ..sharding.shares import why_even_under
@@ -60,15 +60,18 @@ def checkpoints_for(graph: ModelGraph, pins: Pins) -> tuple[Checkpointing, ...]:
     """What is pinned, or each policy for all blocks.
 
     Raises:
-        AutoparError: a pin names a block that there is not.
+        AutoparError: a pin names a block that there is not, or a policy that blocks cannot have.
     """
     pinned = pins.activation_checkpoint
     if pinned is None:
-        return POLICIES
-    if pinned in POLICIES:
-        return (pinned,)
+        return policies_of(graph)
     where = f"--activation-checkpoint {pinned}"
-    return (by_unit(graph, parse_checkpoints(pinned, where=where), where=where, default="none"),)
+    if pinned in POLICIES:
+        refuse_selective(graph, (pinned,), where=where)
+        return (pinned,)
+    patterns = parse_checkpoints(pinned, where=where)
+    refuse_selective(graph, (*patterns.values(),), where=where)
+    return (by_unit(graph, patterns, where=where, default="none"),)
 
 
 def shardings_for(graph: ModelGraph, mesh: Mesh, pins: Pins, cluster: Cluster) -> tuple[tuple[Zero, int], ...]:

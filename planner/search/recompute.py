@@ -37,7 +37,7 @@ from math import inf
 from ...cost_models.memory import FRAGMENTATION_FRACTION, overhead_bytes
 from ..blocks import is_block
 from ..capture.graph import ModelGraph
-from ..checkpointing import POLICIES, Checkpointing, in_short
+from ..checkpointing import POLICIES, Checkpointing, in_short, policies_of
 from ..schedules import Alive, kept_at_once, stages_by_rank
 from ..zero import Zero, highest
 from .evaluate import Evaluator
@@ -154,7 +154,7 @@ class Recomputation:
 
         `missing_bytes`: by rank, what a former answer turned out to need beyond the memory there is.
         """
-        answers = [self._least(policy, missing_bytes) for policy in (POLICIES if self._repeated else (_NONE,))]
+        answers = [self._least(policy, missing_bytes) for policy in (self._allowed if self._repeated else (_NONE,))]
         found = [answer for answer in answers if answer is not None]
         if not found:
             return None
@@ -239,7 +239,7 @@ class Recomputation:
 
     def _spared(self, blocks: Sequence[tuple[int, int, int]], policy: str, base: tuple[str, ...]) -> float:
         """Bytes of a microbatch that a block spares, as its stage keeps them: the mean of all such blocks there."""
-        if policy == _NONE:
+        if policy == _NONE or policy not in self._allowed:
             return 0.0
         stage = blocks[0][2]
         first, last = self.stages[stage]
@@ -258,6 +258,10 @@ class Recomputation:
         return self.evaluator.unit(unit, recompute=policy).backward.total - plain.backward.total
 
     @cached_property
+    def _allowed(self) -> tuple[str, ...]:
+        return policies_of(self.evaluator.graph)
+
+    @cached_property
     def _repeated(self) -> frozenset[int]:
         """Blocks whose module is called by several units."""
         return frozenset(unit for units in repeated_calls(self.evaluator.graph).values() for unit in units)
@@ -273,8 +277,9 @@ def every_mix(graph: ModelGraph, stages: Sequence[tuple[int, int]]) -> Iterator[
         for unit in range(max(first, 1), last):
             if is_block(graph, unit) and unit not in inside:
                 groups.setdefault((s, graph.units[unit].template), []).append(unit)
-    choices = [list(_runs(units)) for units in groups.values()]
-    choices += [[dict.fromkeys(units, policy) for policy in POLICIES] for units in repeated]
+    allowed = policies_of(graph)
+    choices = [[run for run in _runs(units) if {*run.values()} <= {*allowed}] for units in groups.values()]
+    choices += [[dict.fromkeys(units, policy) for policy in allowed] for units in repeated]
     for chosen in product(*choices):
         named = {unit: policy for each in chosen for unit, policy in each.items()}
         policies = in_short(graph, tuple(named.get(unit, _NONE) for unit in range(len(graph.units))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..capture.graph import Kind, ModelGraph, Node
-from ..capture.random_ops import RECURRENT, is_random
+from ..capture.random_ops import is_random
 from ..errors import UnsupportedModel
 from .rules import SeedRef, rule_of
 
@@ -28,8 +28,7 @@ def refuse_unseeded(graph: ModelGraph) -> None:
 def _is_seeded(node: Node) -> bool:
     rule = rule_of(node.op)
     if rule is None:
-        # Dropout between the layers of one recurrent kernel draws from the generators of the ranks.
-        return node.op in RECURRENT
+        return False
     call = rule.localise(node, {}, node.outputs, {})
     return any(isinstance(arg, SeedRef) for arg in (*call.args, *(value for _, value in call.kwargs)))
 

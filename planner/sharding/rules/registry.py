@@ -178,6 +178,7 @@ class OpRule:
     mixes_samples: needs the whole batch at once (batch norm statistics): forces one microbatch.
     kernels: what PyTorch runs below autograd for work whose flops are many for each byte of its result (products,
     attention): selective activation checkpointing keeps the results of these and computes all else again.
+    overwrites_products: its own code writes over results of such kernels, which then cannot be kept.
     """
 
     ops: tuple[str, ...]
@@ -190,6 +191,7 @@ class OpRule:
     is_random: bool = False
     mixes_samples: bool = False
     kernels: tuple[str, ...] = ()
+    overwrites_products: bool = False
 
 
 _RULES: dict[str, OpRule] = {}

@@ -31,6 +31,15 @@ def test_every_dropout_keeps_everything():
         assert not function(x).equal(x), name
 
 
+def test_recurrent_layers_keep_everything_between_them():
+    x = torch.rand(5, 2, 4)
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        layers = kind(4, 4, num_layers=2, dropout=0.9)
+        with dropout_off():
+            assert layers(x)[0].equal(layers.eval()(x)[0])
+        assert not layers.train()(x)[0].equal(layers.eval()(x)[0])
+
+
 def test_attention_does_not_drop_weights():
     q = torch.rand(1, 2, 8, 4)
     want = F.scaled_dot_product_attention(q, q, q)
