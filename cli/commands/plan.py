@@ -77,7 +77,12 @@ def plan(
             "--input", metavar="NAME=DTYPE[SIZES]", help="An input: ids=int64[B,1024], B the batch; may be repeated."
         ),
     ] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2,pp=2", help="Fix the sizes of these axes.")] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dp=2,tp=2,pp=2", help="Fix the sizes of these axes; the others, cp and ep too, are searched."
+        ),
+    ] = None,
     microbatch_size: Annotated[int | None, typer.Option(min=1, help="Fix the samples of a microbatch.")] = None,
     batch_shares: Annotated[
         str | None,

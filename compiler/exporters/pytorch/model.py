@@ -19,7 +19,7 @@ from ....planner.zero import FREED, zero_text
 from ...held import HeldTensor
 from ...lower import LoweredModel, local_output
 from ...text import LINE_WIDTH, comment, layout, literal, numbers, quote
-from . import module_functions, pipeline_functions, step_functions, zero1_functions
+from . import meshes, module_functions, pipeline_functions, step_functions, zero1_functions
 from .blocks import block_class
 from .modules import Modules
 from .options import Options
@@ -243,9 +243,9 @@ def _classes(modules: Modules, stages: Mapping[str, str]) -> Iterator[str]:
 
 def _functions(modules: Modules, stage_names: Sequence[str], stages: Mapping[str, str]) -> Iterator[str]:
     mesh, options, model = modules.mesh, modules.options, modules.model
-    yield module_functions.build_mesh(mesh)
+    yield meshes.build_mesh(mesh)
     if modules.joins_ranks:
-        yield module_functions.STATES_MESH
+        yield meshes.STATES_MESH
     dtypes = {t.type.dtype for stage in model.stages for t in stage.tensors if not t.is_buffer}
     if modules.has_shards:
         yield zero1_functions.shards(modules.parameter_axes, over=mesh.state_axis)

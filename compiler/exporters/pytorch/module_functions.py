@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from ....planner.sharding.mesh import Mesh
-from ...text import layout, literal, quote
+from ...text import layout, quote
+from .meshes import replicated, states_of
 
 
 def local(*, partial: bool) -> str:
@@ -149,26 +149,6 @@ def run_block(calls: Mapping[str, str]) -> str:
     )
 
 
-def build_mesh(mesh: Mesh) -> str:
-    axes = {name: size for name, size in mesh.sizes.items() if size > 1} or {"dp": 1}
-    shape = ", ".join(name.upper() for name in axes) + ("," if len(axes) == 1 else "")
-    return f'''\
-def build_mesh(device_type: str) -> DeviceMesh:
-    """The ranks of the plan, neighbours on the last axis. `device_type` is "cuda" or "cpu"."""
-    return init_device_mesh(device_type, ({shape}), mesh_dim_names={literal(tuple(axes))})'''
-
-
-STATES_MESH = '''\
-def states_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same parameters, whose gradients add up."""
-    return mesh["dp", "cp"]._flatten("dp_cp")  # made once, then looked up'''
-
-
-def states_of(axis: str) -> str:
-    """The mesh that ZeRO splits states over, by the name of its axis, as source."""
-    return "states_mesh(mesh)" if axis == "dp_cp" else f"mesh[{quote(axis)}]"
-
-
 def build_stage(
     *,
     stages: Sequence[str],
@@ -254,8 +234,7 @@ def _classes(stages: Sequence[str]) -> str:
 def _fully_sharded(
     blocks: Sequence[str], axis: str, *, reshard: bool, keeps_some: bool, replicas: int, several: bool
 ) -> list[str]:
-    every, size = states_of(axis), axis.upper()
-    over = "groups" if replicas > 1 else every
+    over = "groups" if replicas > 1 else states_of(axis)
     each = str(reshard)
     policy = "ZeRO-3: gathered for each pass, then freed" if reshard else "ZeRO-2: gathered once a step, then kept"
     lines = [f"    # {policy}."]
@@ -266,7 +245,7 @@ def _fully_sharded(
     if replicas > 1:
         lines += [
             "    # Neighbours on dp hold all shards between them; groups of such neighbours add up their gradients.",
-            f'    groups = {every}._unflatten(0, (REPLICAS, {size} // REPLICAS), ("dp_replicate", "dp_shard"))',
+            f"    groups = {replicated(axis)}",
         ]
     indent = "    "
     if several:
@@ -386,6 +365,5 @@ def state_dicts(*, distributed: bool, shards: bool, reshaped: bool) -> str:
 
 
 __all__ = [
-    "KEEP_RESULTS", "STATES_MESH", "build_mesh", "build_stage", "local", "parameter", "recomputed", "run_block",
-    "state_dicts", "states_of", "weights",
+    "KEEP_RESULTS", "build_stage", "local", "parameter", "recomputed", "run_block", "state_dicts", "weights",
 ]  # fmt: skip

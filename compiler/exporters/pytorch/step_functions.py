@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from ...text import LINE_WIDTH, layout
-from .module_functions import states_of
+from .meshes import states_of
 from .tensors import DEFAULT_DTYPE
 
 NUM_MICROBATCHES = '''\

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....planner.sharding.mesh import AXES
-from ...text import layout, quote
-from .module_functions import states_of
+from ...text import layout
+from .meshes import beside, states_of
 
 _SHARDS = '''\
 class Shards(nn.Module):
@@ -136,12 +136,7 @@ def shards(axes: Sequence[str], *, over: str) -> str:
     whole = f"the first dim that {' and '.join(axes)} {'leaves' if len(axes) == 1 else 'leave'} whole"
     text = _SHARDS.replace("DIM", whole if axes else "the first dim")
     text = text.replace("CHOOSE", _WITH_OTHERS if axes else _ALONE)
-    if over in AXES:
-        on = f"mesh[{', '.join(map(quote, (over, *axes)))}]"
-    else:
-        on = states_of(over)
-        on = f"DeviceMesh._concatenate([{on}, mesh[{', '.join(map(quote, axes))}]])" if axes else on
-    placed = f"{on}, {'(place, *p.placements)' if axes else '(place,)'}"
+    placed = f"{beside(over, axes, of_mesh=AXES)}, {'(place, *p.placements)' if axes else '(place,)'}"
     made = f"split = DTensor.from_local(part, {placed}, run_check=False, shape=p.shape, stride=p.stride())"
     return _named(text.replace("SPLIT", "\n".join(layout(made, "    "))), over)
 
