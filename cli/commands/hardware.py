@@ -58,7 +58,9 @@ def list_hardware(is_json: JsonOption = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="Name of a cluster or GPU, or the path of a cluster file.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of a cluster or GPU, or the path of a cluster file.")
+    ],
     hbm_gib: HbmGib = None,
     gpus_per_node: GpusPerNode = None,
     nics_per_node: NicsPerNode = None,

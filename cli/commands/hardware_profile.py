@@ -18,10 +18,12 @@ DEFAULT_OUT = Path("measured.toml")
 def profile(
     ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks: all GPUs, or 2 on a CPU.", min=1)] = None,
     device: Annotated[str | None, typer.Option("--device", help="cuda or cpu; cuda where there is one.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; default measured.toml.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The file to write; default measured.toml.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; write only with --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
     """Measure this machine and write a cluster file that --cluster takes.
 

@@ -10,7 +10,7 @@ from ..console import print_json, print_result
 
 
 def ops(
-    pattern: Annotated[str, typer.Argument(help="Only operations whose name holds this text.")] = "",
+    pattern: Annotated[str, typer.Argument(metavar="TEXT", help="Only operations whose name holds this text.")] = "",
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the operations that have a sharding rule; any other is computed alike on every rank.

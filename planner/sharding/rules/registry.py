@@ -263,16 +263,15 @@ def registered_ops() -> tuple[str, ...]:
 
 
 def ops_holding(text: str) -> tuple[str, ...]:
-    """The registered operations whose names hold a text, or the one of this name that has a rule without an entry.
+    """The registered operations whose names hold a text, and those of this name that have a rule without an entry.
 
     Raises:
         AutoparError: none does; the nearest names.
     """
-    if found := tuple(op for op in registered_ops() if text in op):
-        return found
     full = (text, f"aten.{text}", *(f"{start}{text}.{end}" for start in ("", "aten.") for end in ("default", "Tensor")))
-    if found := tuple(op for op in full if rule_of(op) is not None):
-        return found
+    found = {op for op in registered_ops() if text in op} | {op for op in full if rule_of(op) is not None}
+    if found:
+        return tuple(sorted(found))
     by_name = {op.split(".")[1]: op for op in registered_ops()}
     wanted = text.removeprefix("aten.").partition(".")[0].lower()
     near = [by_name[name] for name in get_close_matches(wanted, by_name, n=3, cutoff=0.5)]
