@@ -18,8 +18,9 @@ from pathlib import Path
 
 from autopar.planner.driver import PlanRequest, capture, check_request, plan_graph
 from autopar.planner.errors import AutoparError
-from autopar.planner.explain import comparison, decision_line
+from autopar.planner.explain import comparison
 from autopar.planner.plan import Plan
+from autopar.planner.summary import decision_line
 
 MODELS = Path(__file__).parents[1] / "sample_models"
 CHECK_FAILED = 5

@@ -11,12 +11,12 @@ from ..cost_models.stacks import load_stack
 from .blocks import written
 from .capture.graph import ModelGraph
 from .errors import AutoparError, UnsupportedModel
-from .explain import REPRICED
 from .placements import checkpointing_of, mesh_of, placements_of, program_of, zero_of
 from .plan import Plan
 from .plan_json import rounded
 from .replay import command_of, request_of
 from .sharding.mesh import AXES, MICROBATCH
+from .summary import REPRICED
 from .zero import KEPT
 
 

@@ -9,9 +9,9 @@ from ..cost_models.hardware import Cluster
 from ..cost_models.units import BITS_PER_BYTE, GB, GIB, format_seconds
 from .driver import PlanRequest, capture, check_request, plan_graph
 from .errors import AutoparError
-from .explain import decision_line
 from .plan import Plan
 from .replay import request_of
+from .summary import decision_line
 
 _FACTOR = 2
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ...planner.diff import check_fail_on, diff_plans, diff_to_json, parse_fail_on
+from ...planner.diff import diff_plans, diff_to_json
 from ...planner.diff_tables import diff_tables, diff_to_markdown, headline
+from ...planner.fail_on import check_fail_on, parse_fail_on
 from ...planner.plan_json import read_plan
 from ..console import print_result, print_table
 
@@ -21,12 +22,12 @@ class Format(Enum):
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(help="plan.json before.")],
-    new: Annotated[Path, typer.Argument(help="plan.json after.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="plan.json before.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="plan.json after.")],
     output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.TERMINAL,
     is_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     fail_on: Annotated[
-        str, typer.Option(help='Exit with code 5 where this holds: "step_time>5%,memory>2%,mesh".')
+        str, typer.Option(metavar="RULES", help='Exit with code 5 where this holds: "step_time>5%,memory>2%,mesh".')
     ] = "",
 ) -> None:
     """Compare two plans by meaning: mesh, schedule, stages, parameters, operations, predictions.

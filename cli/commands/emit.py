@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ...planner.explain import repriced_line
 from ...planner.plan_json import read_plan, relative_to
+from ...planner.summary import repriced_line
 from ..console import print_json, print_note, print_result, progress
 
 

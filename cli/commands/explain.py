@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ...planner import explain as words
+from ...planner import plan_tables, summary
+from ...planner.explain import comparison, explanations
 from ...planner.gradient_sync import gradient_sync_table
 from ...planner.plan_json import read_plan
 from ..console import print_json, print_result, print_table, progress
@@ -32,9 +33,9 @@ def explain(
     autopar explain gpt-autopar/plan.json --what-if
     """
     plan = read_plan(plan_file)
-    sentences = words.explanations(plan)
+    sentences = explanations(plan)
     if against is not None:
-        sentences += (words.comparison(plan, read_plan(against)),)
+        sentences += (comparison(plan, read_plan(against)),)
     if has_what_if:
         from ...planner.what_if import what_if
 
@@ -43,23 +44,23 @@ def explain(
     sync = gradient_sync_table(plan) if has_gradient_sync else None
     if is_json:
         data = {
-            "decision": words.decision_line(plan),
-            "solver": words.solver_line(plan),
+            "decision": summary.decision_line(plan),
+            "solver": summary.solver_line(plan),
             "explanations": list(sentences),
         }
         if sync is not None:
             data["gradient_sync"] = [": ".join(row) for row in sync.rows]
         print_json(data)
         return
-    print_result(f"{words.decision_line(plan)}\n{words.setting_line(plan)}\n{words.prediction_line(plan)}\n\n")
+    print_result(f"{summary.decision_line(plan)}\n{summary.setting_line(plan)}\n{summary.prediction_line(plan)}\n\n")
     for table in (
-        words.stage_table(plan),
-        words.time_table(plan),
-        words.memory_table(plan),
-        words.communication_table(plan),
-        words.runner_up_table(plan),
+        plan_tables.stage_table(plan),
+        plan_tables.time_table(plan),
+        plan_tables.memory_table(plan),
+        plan_tables.communication_table(plan),
+        plan_tables.runner_up_table(plan),
         sync,
     ):
         if table is not None and table.rows:
             print_table(table)
-    print_result("\n".join([*sentences, words.solver_line(plan)]))
+    print_result("\n".join([*sentences, summary.solver_line(plan)]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner import explain as words
+from ...planner import plan_tables, summary
 from ...planner.diff import diff_plans
 from ...planner.diff_tables import diff_tables, headline
 from ...planner.errors import AutoparError, CheckFailed
@@ -266,12 +266,12 @@ def _check(file: Path, *, is_json: bool, is_quiet: bool) -> None:
 
 def _print_plan(found: Plan, files: tuple[Path, ...], folder: Path) -> None:
     print_result(
-        f"Plan:       {words.decision_line(found)}\n"
-        f"For:        {words.setting_line(found)}\n"
-        f"Predicted:  {words.prediction_line(found)}\n"
-        f"Solver:     {words.solver_line(found)}\n\n"
+        f"Plan:       {summary.decision_line(found)}\n"
+        f"For:        {summary.setting_line(found)}\n"
+        f"Predicted:  {summary.prediction_line(found)}\n"
+        f"Solver:     {summary.solver_line(found)}\n\n"
     )
-    for table in (words.stage_table(found), words.time_table(found), words.runner_up_table(found)):
+    for table in (plan_tables.stage_table(found), plan_tables.time_table(found), plan_tables.runner_up_table(found)):
         if table.rows:
             print_table(table)
     for note in found.notes:

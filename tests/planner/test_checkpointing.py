@@ -9,11 +9,11 @@ from autopar.planner.blocks import blocks_of, by_pattern
 from autopar.planner.checkpointing import by_unit, described, name_of, parse_checkpoints
 from autopar.planner.diff import diff_plans
 from autopar.planner.errors import AutoparError
-from autopar.planner.explain import decision_line
 from autopar.planner.fqn_patterns import fold
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
 from autopar.planner.search.pins import Pins
 from autopar.planner.search.policies import checkpoints_for
+from autopar.planner.summary import decision_line
 
 sys.path.insert(0, str(Path(__file__).parent / "search"))
 from graphs import residual_mlp

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from autopar.planner.errors import AutoparError
 from autopar.planner.plan import IS_OPTIONAL, Plan
-from autopar.planner.plan_json import plan_from_json, plan_to_json, read_plan, relative_to, rounded, schema
+from autopar.planner.plan_checks import schema
+from autopar.planner.plan_json import plan_from_json, plan_to_json, read_plan, relative_to, rounded
 from autopar.planner.schedules import schedule_names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -10,12 +10,12 @@ from autopar.planner.blocks import blocks_of, by_pattern, written
 from autopar.planner.checkpointing import by_unit, parse_checkpoints
 from autopar.planner.diff import diff_plans
 from autopar.planner.errors import AutoparError
-from autopar.planner.explain import decision_line
 from autopar.planner.plan_json import plan_from_json, plan_to_json, rounded
 from autopar.planner.replay import request_of
 from autopar.planner.search.pins import Pins
 from autopar.planner.search.policies import shardings_for
 from autopar.planner.sharding.mesh import Mesh
+from autopar.planner.summary import decision_line
 from autopar.planner.zero import highest, parse_zero, stages_by_unit
 
 sys.path.insert(0, str(Path(__file__).parent / "search"))
