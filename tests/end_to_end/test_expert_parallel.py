@@ -1,10 +1,11 @@
 """Expert parallelism: experts of the mixture split over ranks, tokens exchanged; values and collectives verified."""
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
-from autopar.compiler.package import emit_package
+from autopar.compiler.package import after_edits, emit_package
 from autopar.compiler.verify import verify
 from autopar.planner.driver import PlanRequest, make_plan
 
@@ -40,6 +41,17 @@ def test_experts_are_split_and_tokens_exchanged(tmp_path: Path) -> None:
     report = verify(plan, tmp_path / "package", graph=made.graph, timeout_seconds=240.0)
     assert report.ok, "\n".join(report.lines())
     assert report.worst_relative_error <= 1e-9
+
+
+def test_collectives_after_what_is_saved_are_not_recomputed(tmp_path: Path) -> None:
+    """The balance is summed over ranks after the last product that the backward needs: in the code as in the count."""
+    made = planned({"ep": 2}, activation_checkpoint="full")
+    edit = {"moe.matmul_3": {"ep": "k"}, "moe.mean_1": {"ep": "partial"}, "moe.mul_5": {"ep": "partial:1"}}
+    placements = {**made.plan.placements, "Block1": {**made.plan.placements["Block1"], **edit}}
+    plan = after_edits(replace(made.plan, placements=placements), made.graph)
+    emit_package(plan, made.graph, tmp_path / "package", force=False)
+    report = verify(plan, tmp_path / "package", graph=made.graph, timeout_seconds=240.0)
+    assert report.ok, "\n".join(report.lines())
 
 
 @pytest.mark.slow
