@@ -67,6 +67,8 @@ def test_collectives_after_what_is_saved_are_not_recomputed(tmp_path: Path) -> N
         ({"ep": 2, "cp": 2}, {}),
         ({"dp": 2, "ep": 2, "cp": 2}, {"zero": 3}),
         ({"dp": 2, "ep": 2, "cp": 2}, {"zero": 1}),
+        ({"ep": 2, "cp": 2}, {"zero": 1}),
+        ({"ep": 2, "cp": 2, "tp": 2}, {"zero": 1}),
         ({"pp": 2, "ep": 2}, {"schedule": "1f1b", "microbatch_size": 2}),
     ],
 )

@@ -41,8 +41,8 @@ def replicated(axis: str) -> str:
 
 
 def beside(over: str, axes: Sequence[str], *, of_mesh: Sequence[str]) -> str:
-    """The mesh of states and other axes of the model. `of_mesh`: the axes that the mesh has itself."""
-    if over in of_mesh:
+    """The mesh of states and other axes of the model, which can be a slice where they are in the order of `of_mesh`."""
+    if over in of_mesh and all(of_mesh.index(over) < of_mesh.index(axis) for axis in axes):
         return f"mesh[{', '.join(map(quote, (over, *axes)))}]"
     others = f"mesh[{', '.join(map(quote, axes))}]"
     return f"DeviceMesh._concatenate([{states_of(over)}, {others}])" if axes else states_of(over)
