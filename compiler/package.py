@@ -12,9 +12,9 @@ from ..cost_models.hardware.toml_file import is_path
 from ..cost_models.stacks import load_stack
 from ..planner.capture.graph import ModelGraph
 from ..planner.checkpointing import refuse_selective
-from ..planner.driver import program_of
 from ..planner.edits import completed, priced_again
 from ..planner.errors import AutoparError
+from ..planner.placements import program_of
 from ..planner.plan import Plan
 from ..planner.plan_json import plan_to_json, rounded
 from ..planner.search.split_backward import loses_weights

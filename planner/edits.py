@@ -11,6 +11,7 @@ from ..cost_models.stacks import load_stack
 from .blocks import written
 from .capture.graph import ModelGraph
 from .errors import AutoparError, UnsupportedModel
+from .fingerprint import fingerprint
 from .placements import checkpointing_of, mesh_of, placements_of, program_of, zero_of
 from .plan import Plan
 from .plan_json import rounded
@@ -64,7 +65,8 @@ def priced_again(plan: Plan, graph: ModelGraph) -> Plan:
     Raises:
         AutoparError: the plan does not fit the model, or is for hardware that is not there.
     """
-    from .driver import check_request, plan_of
+    from .driver import check_request
+    from .record import plan_of
     from .search.answer import Setting
     from .search.pins import Pins
     from .search.prices import in_precision
@@ -136,7 +138,6 @@ def pins_now(plan: Plan, graph: ModelGraph) -> dict[str, str]:
 
 def was_edited(plan: Plan, graph: ModelGraph) -> bool:
     """Whether the plan is no longer what the search found for its model; False where the model is another now."""
-    from .driver import fingerprint
 
     is_of_model = plan.fingerprint == fingerprint(graph, plan.model.arguments)
     return is_of_model and (plan.solver.status == REPRICED or pins_now(plan, graph) != plan.pins)

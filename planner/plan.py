@@ -29,6 +29,12 @@ class ModelSource:
     inputs: Mapping[str, str]  # --input name -> "int64[B,1024]"; empty: from the file
 
 
+def split_model(model: str) -> tuple[str, str | None]:
+    """ "file.py:name" -> ("file.py", "name")."""
+    path, colon, name = model.rpartition(":")
+    return (path, name) if colon and path.endswith((".py", ".json")) else (model, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Units [first, last) of the model graph on one pipeline stage; the prelude is on every stage that needs it.

@@ -136,7 +136,7 @@ def graph_of(plan: Plan) -> ModelGraph:
         AutoparError: the model is gone, cannot be captured, or is not the one that the plan was made for.
     """
     from .capture import capture_model
-    from .driver import fingerprint
+    from .fingerprint import fingerprint
 
     source = plan.model
     graph = capture_model(

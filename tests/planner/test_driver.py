@@ -8,8 +8,9 @@ import pytest
 from autopar.compiler.package import render_package
 from autopar.cost_models.errors import AutoparError
 from autopar.planner.capture.graph import Kind
-from autopar.planner.driver import PlanRequest, make_plan, placements_of, program_of
+from autopar.planner.driver import PlanRequest, make_plan
 from autopar.planner.errors import UnsupportedModel
+from autopar.planner.placements import placements_of, program_of
 from autopar.planner.plan import Plan
 
 # Of a pinned mesh: what the bound leaves out are gradients added up where a value has several readers, and little else.

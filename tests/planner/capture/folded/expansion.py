@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.planner.capture import capture_model
-from autopar.planner.driver import fingerprint
+from autopar.planner.fingerprint import fingerprint
 
 
 def assert_recorded_equals_exported(path: Path, **options: object) -> tuple[str, ...]:
