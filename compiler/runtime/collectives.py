@@ -45,12 +45,6 @@ def _sum(x: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     return x
 
 
-def _maximum(x: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.get_group())
-    return x
-
-
 def _parts(x: torch.Tensor, dim: int, groups: int, parts: int = 1) -> torch.Tensor:
     """Move the dim to the front, as (parts, length, groups): part i is what rank i holds of every group."""
     return x.unflatten(dim, (groups, parts, -1)).movedim((dim + 1, dim + 2, dim), (0, 1, 2)).contiguous()

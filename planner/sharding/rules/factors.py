@@ -11,7 +11,7 @@ from math import prod
 
 from ....cost_models.work import Gemm, Pass, Work
 from ...capture.graph import Node, TensorType
-from ..placement import PARTIAL, SUMMED_GRADIENT, Pair, split
+from ..placement import PARTIAL, SUMMED_GRADIENT, Pair
 from .registry import Factor, Labels, LocalTypes, Option, Saved, plain_label
 
 Names = Sequence[Sequence[str]]  # one sequence of dim names for each tensor
@@ -143,11 +143,6 @@ def saves_nothing(node: Node) -> Saved:
 
 def saves_output(node: Node) -> Saved:
     return Saved(outputs=(0,))
-
-
-def run_pair(dim: int, runs: int) -> Pair:
-    """Every one of `runs` equal runs of `dim` is split."""
-    return split(dim, runs)
 
 
 def reduced_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:

@@ -138,10 +138,6 @@ def _transcendental_work(node: Node, operands: LocalTypes, outputs: LocalTypes) 
     )
 
 
-def _saves_first_two(node: Node) -> Saved:
-    return Saved(operands=tuple(i for i in (0, 1) if i < len(node.operands)))
-
-
 def _saves_condition(node: Node) -> Saved:
     return Saved(operands=(1,))
 
