@@ -268,7 +268,7 @@ class Evaluator:
                 waited = gathers_waited_for(*shape, s) if waits else 0
                 priced = self.costs.priced(*stages[s], zero, work.activation_checkpoint, waited)
                 priced = buffered(priced, s, self.program, stack, len(stages))
-                of_stage.append((priced, self._stage_send_seconds(order, s, stages), s == 0))
+                of_stage.append((priced, self.send_seconds(order, s, stages), s == 0))
             counts = microbatches_kept(kept[rank], mine, stack, len(stages))
             key = (*of_stage, slowdown, counts)
             if key not in known:
@@ -318,7 +318,7 @@ class Evaluator:
             after_seconds=sum(cost.step_seconds for cost in costs),
         )
 
-    def _stage_send_seconds(self, order: Schedule, stage: int, stages: Sequence[tuple[int, int]]) -> float:
+    def send_seconds(self, order: Schedule, stage: int, stages: Sequence[tuple[int, int]]) -> float:
         """To the next stage; neighbours on one rank hand on."""
         edge = edge_of(order, stage, self.mesh.pp) if stage + 1 < len(stages) else None
         return 0.0 if edge is None else self.costs.send_seconds(stages[stage][1], edge)

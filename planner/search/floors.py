@@ -7,6 +7,7 @@ optimizers, the exchanges of their gradients and what they hold: the slowest and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from ..checkpointing import Checkpointing
 from ..schedules import alive_at_most, get_schedule, stages_by_rank
 from ..zero import Zero, highest
 from .evaluate import Evaluator
+from .even_pipeline import EvenPipelines
 from .least_recompute import least_recomputed
 from .mesh_bounds import fewest_passes
 from .policies import Pipeline
@@ -28,35 +30,62 @@ _ROUNDING = 1e-12  # of sums of seconds
 def floor_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, recompute: Checkpointing) -> float:
     """No cut of these placements under this policy gives a faster step; without a pipeline it is the step."""
     whole = evaluator.costs.whole(zero, recompute)
-    return _step_seconds(evaluator, pipeline, zero, whole, whole.busy_seconds)
+    passes = fewest_passes(evaluator.mesh, (pipeline,))
+    return _step_seconds(evaluator, pipeline, zero, whole, whole.busy_seconds, passes)
+
+
+class Fitting(NamedTuple):
+    """Seconds of a step that fits in memory: none takes less than `least`, nor likely less than `likely`."""
+
+    least: float
+    likely: float
 
 
 def fitting_seconds(
-    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, policies: Sequence[Checkpointing], room_bytes: Sequence[float]
-) -> float:
-    """No cut gives a faster step that fits, whatever of `policies` each block has; inf where none fits.
+    even: EvenPipelines,
+    evaluator: Evaluator,
+    pipeline: Pipeline,
+    zero: Zero,
+    policies: Sequence[Checkpointing],
+    room_bytes: Sequence[float],
+    known_seconds: float = inf,
+) -> Fitting:
+    """Of every cut, whatever of `policies` each block has; inf where none fits.
 
-    `room_bytes`: by pipeline rank.
+    `room_bytes`: by pipeline rank. What takes `known_seconds` or more is not looked at further.
     """
     mesh, (name, per_rank) = evaluator.mesh, pipeline
-    overhead = evaluator.prices.cluster.gpu.overhead_bytes
+    plain, full = (evaluator.costs.whole(zero, policy) for policy in (policies[0], policies[-1]))
+
+    def likely(busy_seconds: float) -> float:
+        passes = even.passes(pipeline, plain, busy_seconds)
+        return _step_seconds(evaluator, pipeline, zero, full, busy_seconds, passes)
+
+    # The longer the backward, the more of what runs beside it is hidden.
+    floor = partial(_step_seconds, evaluator, pipeline, zero, full, passes=fewest_passes(mesh, (pipeline,)))
+    if (soonest := likely(plain.busy_seconds)) >= known_seconds:
+        return Fitting(floor(plain.busy_seconds), soonest)
     units = evaluator.least_units.recomputed(highest(zero), tuple(policies))
     least = least_recomputed(
         units,
         alive=alive_at_most(name, mesh.pp, mesh.microbatches, per_rank),
         by_rank=stages_by_rank(name, mesh.pp, mesh.pp * per_rank),
-        room_bytes=[size - overhead for size in room_bytes],
+        room_bytes=[size - evaluator.prices.cluster.gpu.overhead_bytes for size in room_bytes],
     )
     if least == inf:
-        return inf
-    more = least - sum(count * unit.seconds[0] for unit, count in units.items())
-    busy = evaluator.costs.whole(zero, policies[0]).busy_seconds + more
-    # The longer the backward, the more of what runs beside it is hidden.
-    return _step_seconds(evaluator, pipeline, zero, evaluator.costs.whole(zero, policies[-1]), busy)
+        return Fitting(inf, inf)
+    busy = plain.busy_seconds + least - sum(count * unit.seconds[0] for unit, count in units.items())
+    found = floor(busy)
+    return Fitting(found, found if found >= known_seconds else max(found, likely(busy)))
 
 
-def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float) -> float:
-    """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once."""
+def _step_seconds(
+    evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: StageCost, busy_seconds: float, passes: float
+) -> float:
+    """A step at least, of a model that computes for `busy_seconds` a microbatch and does what `whole` does once.
+
+    `passes`: microbatches, of which a step takes as long as so many one after the other.
+    """
     mesh, prices = evaluator.mesh, evaluator.prices
     after = whole.step_seconds
     if mesh.pp > 1:
@@ -65,8 +94,7 @@ def _step_seconds(evaluator: Evaluator, pipeline: Pipeline, zero: Zero, whole: S
             highest(zero) <= 1 and prices.stack.gradient_sync == "exposed" and not prices.cluster.intra_node.measured
         )
         after = (whole.step["optimizer"] + (whole.step["dp"] if is_exposed else 0.0)) / mesh.pp
-    through = busy_seconds * fewest_passes(mesh, (pipeline,))
-    return (_started(evaluator) + through + after) * _slower(evaluator)
+    return (_started(evaluator) + busy_seconds * passes + after) * _slower(evaluator)
 
 
 def cut_seconds(

@@ -21,8 +21,8 @@ What was measured with PyTorch 2.13, and is relied on:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 
 from ...cost_models.timeline import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from ..schedules import action_table, get_schedule
@@ -91,7 +91,7 @@ def gathers_waited_for(schedule: str, ranks: int, microbatches: int, stages_per_
     return found[INPUT_GRADIENT] + found[WEIGHT_GRADIENT]
 
 
-def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> Counter[str]:
+def _gathers(actions: tuple[Action, ...], stage: int, *, reshards: bool) -> Counter[str]:
     """By the kind of the action that gathers, "" ahead of any. `reshards`: whether a forward ends with a reshard."""
     found: Counter[str] = Counter()
     is_active = is_whole = False
@@ -101,8 +101,8 @@ def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> Counte
         found[kind] += not is_whole
         is_whole = True
 
-    for position, action in enumerate(actions):
-        is_next = stage in _next_stages(actions, position)
+    for action, following in zip(actions, _next_stages(actions), strict=True):
+        is_next = stage in following
         if is_next and not is_active:
             gather("")
         elif is_active and not is_next:
@@ -117,14 +117,15 @@ def _gathers(actions: Sequence[Action], stage: int, *, reshards: bool) -> Counte
     return found
 
 
-def _next_stages(actions: Sequence[Action], position: int) -> list[int]:
-    found: list[int] = []
-    for action in actions[position:]:
-        if action.stage not in found:
-            found.append(action.stage)
-            if len(found) == _STAGES_AHEAD:
-                break
-    return found
+@lru_cache(maxsize=1)  # the stages of a rank are asked for one after the other
+def _next_stages(actions: tuple[Action, ...]) -> list[tuple[int, ...]]:
+    """By action the first stages that are worked on from there on."""
+    found: list[tuple[int, ...]] = []
+    following: tuple[int, ...] = ()
+    for action in reversed(actions):
+        following = (action.stage, *(stage for stage in following if stage != action.stage))[:_STAGES_AHEAD]
+        found.append(following)
+    return found[::-1]
 
 
 __all__ = ["fsdp_collectives", "gathers_a_step", "gathers_waited_for", "zero1_collectives"]

@@ -13,14 +13,17 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from ..checkpointing import POLICIES
 from ..errors import CannotLower
 from ..sharding.mesh import SPLIT_AXES, Mesh
+from .evaluate import Evaluator
 from .placing import Placer
 from .pricing import Pricer
 from .record import Record
 from .ways import Way
 
 _FIRST_TRIES = 2  # of each kind of mesh, until something fits
+_ALIKE = 1.001  # what is so little worse counts as no better
 _FAR = 0.8  # of the best step: what may be faster than this is priced before more kinds of meshes are listed
 
 
@@ -32,8 +35,8 @@ class _Entry(NamedTuple):
     least_seconds: float
 
 
-# Whether the labelling is lean, seconds at least, position of the entry, and its policies once they are known.
-_Queued = tuple[bool, float, int, tuple[Way, ...]]
+# Seconds at least, position of the entry, and its policies once they are known.
+_Queued = tuple[float, int, tuple[Way, ...]]
 
 
 @dataclass
@@ -49,7 +52,8 @@ class LabelledMeshes:
     _queue: list[_Queued] = field(default_factory=list, init=False)
     _entries: list[_Entry] = field(default_factory=list, init=False)
     _tried: set[tuple[Mesh, int]] = field(default_factory=set, init=False)  # with labellings
-    _roomy: set[Mesh] = field(default_factory=set, init=False)  # meshes on which the quickest placements fit
+    # Of the labellings of a kind of meshes: seconds of the units and of a step's end, bytes kept at most and at least.
+    _fronts: dict[tuple[int, ...], list[tuple[float, ...]]] = field(default_factory=dict, init=False)
 
     def add(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float], since: int = 0) -> None:
         """List meshes under the labellings from the `since`-th on, and price what may be far faster than the best."""
@@ -64,35 +68,36 @@ class LabelledMeshes:
         for kind in sorted(alike):
             new = self._enter(alike[kind], kind, since, slow)
             for position, entry in enumerate(new):
-                is_lean, seconds = entry.labelling in self.placer.lean, max(entry.least_seconds, bounds[entry.mesh])
+                seconds = max(entry.least_seconds, bounds[entry.mesh])
                 if self.record.best_seconds == inf and position % max(1, len(new) // _FIRST_TRIES) == 0:
                     self._try(entry, self._ways(entry))
                     continue
-                heappush(self._queue, (is_lean, seconds, len(self._entries), ()))
+                heappush(self._queue, (seconds, len(self._entries), ()))
                 self._entries.append(entry)
             if self.record.best_seconds < inf:
                 self._price_first(_FAR)
 
-    def finish(self) -> None:
-        """Price all that waits and may be faster than the best. Labellings that spare memory come last: they are for
-        meshes on which the quickest does not fit."""
-        self._price_first(1.0)
+    def finish(self, most_fruitless: float = inf) -> None:
+        """Price what waits and may be faster than the best, until so many in a row are not."""
+        self._price_first(1.0, most_fruitless)
         self._queue.clear()
 
-    def _price_first(self, factor: float) -> None:
+    def _price_first(self, factor: float, most_fruitless: float = inf) -> None:
         """Price what may take less than `factor` of the best step, the most promising first."""
-        queue = self._queue
-        while queue and not self.record.is_late:
-            if factor * self.record.best_seconds <= queue[0][1] < self.record.best_seconds:
+        queue, fruitless = self._queue, 0
+        while queue and not self.record.is_late and fruitless < most_fruitless:
+            if factor * self.record.best_seconds <= queue[0][0] < self.record.best_seconds:
                 break
-            is_lean, least, position, ways = heappop(queue)
+            least, position, ways = heappop(queue)
             if least >= self.record.best_seconds:
                 continue
             if ways:
                 self.progress(f"pricing mesh {position + 1} of {len(self._entries)}")
+                best = self.record.best_seconds
                 self._try(self._entries[position], ways)
+                fruitless = 0 if self.record.best_seconds < best else fruitless + 1
             elif ways := self._ways(self._entries[position]):
-                heappush(queue, (is_lean, min(way.fitting_seconds for way in ways), position, ways))
+                heappush(queue, (min(way.fitting.likely for way in ways), position, ways))
 
     def _enter(
         self, meshes: Sequence[Mesh], kind: tuple[int, ...], since: int, slow: dict[int, list[tuple[int, ...]]]
@@ -107,23 +112,35 @@ class LabelledMeshes:
             if any(all(a <= b for a, b in zip(other, kind, strict=True)) for other in slow.get(labelling, ())):
                 continue
             try:
-                least = self.pricer.evaluator(meshes[0], self.placer.taken(meshes[0], labelling)).least_seconds()
+                evaluator = self.pricer.evaluator(meshes[0], self.placer.taken(meshes[0], labelling))
+                least = evaluator.least_seconds()
+                for mesh in meshes:
+                    self.estimates.setdefault(mesh, least)
+                if least >= self.record.best_seconds:
+                    slow.setdefault(labelling, []).append(kind)
+                    continue
+                if self._is_beaten(kind, evaluator):
+                    continue
             except CannotLower:
-                continue
-            for mesh in meshes:
-                self.estimates.setdefault(mesh, least)
-            if least >= self.record.best_seconds:
-                slow.setdefault(labelling, []).append(kind)
                 continue
             found.extend(_Entry(mesh, labelling, least) for mesh in meshes)
         return found
+
+    def _is_beaten(self, kind: tuple[int, ...], evaluator: Evaluator) -> bool:
+        """Whether another labelling of this kind of mesh takes neither longer nor more memory, as far as is known."""
+        last, whole = len(evaluator.graph.units), evaluator.costs.whole(0, POLICIES[0])
+        kept = (evaluator.costs.saved_bytes(0, last, policy) for policy in (POLICIES[0], POLICIES[-1]))
+        new = (evaluator.least_seconds(), whole.step_seconds, *kept)
+        others = self._fronts.setdefault(kind, [])
+        if any(all(a <= _ALIKE * b for a, b in zip(other, new, strict=True)) for other in others):
+            return True
+        others.append(new)
+        return False
 
     def _ways(self, entry: _Entry) -> tuple[Way, ...]:
         """The policies of a mesh under what another one has found, each mesh and labelling once."""
         mesh, labelling = entry.mesh, entry.labelling
         if (mesh, labelling) in self._tried or not self.placer.may_take(mesh, labelling):
-            return ()
-        if labelling in self.placer.lean and mesh in self._roomy:
             return ()
         self._tried.add((mesh, labelling))
         try:
@@ -143,8 +160,6 @@ class LabelledMeshes:
         priced = every.best
         leanest = min(candidate.cost.memory_bytes for candidate in every.candidates)
         self.leanest[mesh] = min(self.leanest.get(mesh, leanest), leanest)
-        if priced[0].fits and entry.labelling not in self.placer.lean:
-            self._roomy.add(mesh)
         if priced[0].fits:
             self.estimates[mesh] = min(self.estimates.get(mesh, inf), priced[0].cost.step_seconds)
         self.record.add(priced)

@@ -141,11 +141,11 @@ class Pricer:
         levels: dict[tuple[object, ...], int] = {}  # from which on arrangements fit as they are
         crowded: list[Way] = []
         best = known_seconds
-        for way in sorted(ways, key=lambda way: way.fitting_seconds):
-            if way.fitting_seconds >= best:
+        for way in sorted(ways, key=lambda way: way.fitting.likely):
+            if way.fitting.likely >= best:
                 crowded.append(way)
                 continue
-            mixes = way.fitting_seconds < way.uniform_seconds and levels.get(way.kept, inf) > way.level
+            mixes = way.fitting.least < way.uniform_seconds and levels.get(way.kept, inf) > way.level
             if way.arrangement in roomy or (way.uniform_seconds >= best and not mixes):
                 continue
             may_fit = way.floor_bytes <= room
@@ -184,7 +184,7 @@ class Pricer:
         return Priced(
             candidates=tuple(found),
             is_crowded=any(way.floor_seconds < best for way in crowded),
-            may_fit=not ways or any(way.fitting_seconds < inf for way in ways),
+            may_fit=not ways or any(way.fitting.least < inf for way in ways),
         )
 
     def ways(self, mesh: Mesh, placements: Placements, known_seconds: float = inf) -> Iterator[Way]:

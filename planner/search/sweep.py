@@ -18,7 +18,7 @@ from ...cost_models.errors import AutoparError
 from ..errors import CannotLower
 from ..sharding.mesh import SPLIT_AXES, Mesh
 from ..sharding.program import Placements
-from ..zero import FREED
+from ..zero import FREED, highest
 from .answer import Candidate, Found, NothingFits, Setting, rank
 from .batch import BatchSplit, find_batch_split
 from .clashes import meshes_under
@@ -46,6 +46,7 @@ _MEMORY_PRICES = (10.0, 0.1, 1.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
+_MOST_FRUITLESS_MESHES = 12  # in the order of what their steps likely take
 _MOST_FRUITLESS = 2  # kinds of inner axes whose own programs bring no better plan, one after the other
 
 
@@ -168,9 +169,14 @@ class _Sweep:
         self._seed(whole)
         self.labelled.add(whole, bounds)
         parts = self._split_samples([mesh for mesh in order if mesh.cp > 1 and "cp" not in self.setting.pins.mesh])
+        known = len(self.placer.labellings)
         self._seed(parts)
+        if self._is_memory_short():
+            price = _MEMORY_PRICES[0] * self._seconds_per_byte(())
+            self._seed([*self._of_best(whole), *parts], price)
+            self.labelled.add(whole, bounds, known)
         self.labelled.add(parts, bounds)
-        self.labelled.finish()
+        self.labelled.finish(self._most_fruitless())
         order = [*whole, *parts]
         open_meshes = dict.fromkeys(order)
         tried: set[object] = set()
@@ -199,12 +205,16 @@ class _Sweep:
             self.progress(f"placing {sizes}, {mesh.microbatches} microbatches")
             self.record.add(self._solve(mesh))
             self.labelled.add(order, bounds, known)
-            self.labelled.finish()
+            self.labelled.finish(self._most_fruitless())
             if self.record.best_seconds < best:
                 fruitless.clear()
             elif best < inf:
                 fruitless.add(inner)
         return not self.record.is_late
+
+    def _most_fruitless(self) -> float:
+        """How many meshes are priced in a row though none is better."""
+        return inf if self.placer.spent <= _FEW_CHOICES else _MOST_FRUITLESS_MESHES
 
     def _is_near(self, mesh: Mesh) -> bool:
         """Whether an own labelling may well make this mesh the best."""
@@ -214,7 +224,17 @@ class _Sweep:
             return self.labelled.leanest[mesh] <= _NEAR_MEMORY * self.setting.cluster.gpu.hbm_bytes
         return self.labelled.estimates[mesh] <= _NEAR_STEP * self.record.best_seconds
 
-    def _seed(self, order: Sequence[Mesh]) -> None:
+    def _is_memory_short(self) -> bool:
+        """Whether the best plan known takes longer for lack of memory."""
+        best = min(self.record.fitting, key=rank, default=None)
+        return best is not None and (best.activation_checkpoint != "none" or highest(best.zero) == FREED)
+
+    def _of_best(self, order: Sequence[Mesh]) -> list[Mesh]:
+        """The mesh of the best plan known."""
+        best = min(self.record.fitting, key=rank, default=None)
+        return [] if best is None or best.outer not in order else [best.outer]
+
+    def _seed(self, order: Sequence[Mesh], seconds_per_byte: float = 0.0) -> None:
         """Solve one mesh of each kind, the most promising first, so that others have something to take over."""
         kinds: dict[tuple[int, ...], dict[bool, Mesh]] = {}
         for mesh in order:
@@ -224,8 +244,9 @@ class _Sweep:
             for mesh in (of_dp[has_dp] for has_dp in (True, False) if has_dp in of_dp):
                 if self.record.is_late or self.placer.spent > _MANY_CHOICES:
                     return
-                if next(self.placer.known(mesh), None) is None:
-                    found = self.placer.solve(mesh, 0.0)
+                known = self.placer.known(mesh)
+                if not any(not seconds_per_byte or index in self.placer.lean for index in known):
+                    found = self.placer.solve(mesh, seconds_per_byte)
                     if isinstance(found, str):
                         self.useless[found] = None
 
@@ -240,7 +261,7 @@ class _Sweep:
         if best.mesh.pp == 1 and best.activation_checkpoint == "none" and best.zero != FREED:
             return ()  # nothing waits, and memory costs nothing
         ep, tp = best.mesh.ep, best.mesh.tp
-        return [mesh for mesh in order if mesh.ep == ep and mesh.cp * mesh.tp == 2 * tp]
+        return [mesh for mesh in order if mesh.ep == ep and tp <= mesh.cp * mesh.tp <= 2 * tp]
 
     def _prove(self, order: list[Mesh]) -> Proven:
         """Search all choices together, from the best plan that is known."""

@@ -10,7 +10,8 @@ from ..schedules import get_schedule
 from ..zero import FREED, KEPT, Zero
 from .answer import Setting
 from .evaluate import Evaluator
-from .floors import fitting_seconds, floor_bytes, floor_seconds
+from .even_pipeline import EvenPipelines
+from .floors import Fitting, fitting_seconds, floor_bytes, floor_seconds
 from .pins import Pins
 from .policies import Pipeline, checkpoints_for, num_cuttable, pipelines_for
 
@@ -18,11 +19,11 @@ from .policies import Pipeline, checkpoints_for, num_cuttable, pipelines_for
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A policy for given placements. No cut is faster than `floor_seconds`; none that fits, with whatever blocks run
-    again, is faster than `fitting_seconds`: nor one where some blocks are under ZeRO-2 instead of ZeRO-3, and if none
+    again, is faster than `fitting.least`: nor one where some blocks are under ZeRO-2 instead of ZeRO-3, and if none
     are, than `uniform_seconds`. `level`: how much runs again, 0 for the least."""
 
     floor_seconds: float
-    fitting_seconds: float
+    fitting: Fitting
     uniform_seconds: float
     evaluator: Evaluator
     pipeline: Pipeline
@@ -63,12 +64,13 @@ def ways_of(
     graph, pins = setting.graph, setting.pins
     cuttable = num_cuttable(graph)
     every = checkpoints_for(graph, pins)
-    fitting: dict[tuple[object, ...], float] = {}
+    even = EvenPipelines(sharded[0][1])
+    fitting: dict[tuple[object, ...], Fitting] = {}
 
-    def fits(evaluator: Evaluator, pipeline: Pipeline, zero: Zero) -> float:
+    def fits(evaluator: Evaluator, pipeline: Pipeline, zero: Zero) -> Fitting:
         key = (pipeline, zero, evaluator.mesh.replicas)
         if key not in fitting:
-            fitting[key] = fitting_seconds(evaluator, pipeline, zero, every, hbm_bytes)
+            fitting[key] = fitting_seconds(even, evaluator, pipeline, zero, every, hbm_bytes, known_seconds)
         return fitting[key]
 
     for level, checkpoint in enumerate(every):
@@ -83,10 +85,11 @@ def ways_of(
                 if floor >= known_seconds:
                     continue
                 uniform = floor if least == zero else floor_seconds(evaluator, pipeline, zero, checkpoint)
+                fitted = fits(evaluator, pipeline, least)
                 yield Way(
                     floor_seconds=floor,
-                    fitting_seconds=max(floor, fits(evaluator, pipeline, least)),
-                    uniform_seconds=max(uniform, fits(evaluator, pipeline, zero)),
+                    fitting=Fitting(max(floor, fitted.least), max(floor, fitted.likely)),
+                    uniform_seconds=max(uniform, fits(evaluator, pipeline, zero).least),
                     evaluator=evaluator,
                     pipeline=pipeline,
                     zero=zero,

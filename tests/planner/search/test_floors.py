@@ -10,6 +10,7 @@ from autopar.planner.checkpointing import POLICIES
 from autopar.planner.schedules import get_schedule
 from autopar.planner.search.batch import find_batch_split
 from autopar.planner.search.evaluate import Evaluator
+from autopar.planner.search.even_pipeline import EvenPipelines
 from autopar.planner.search.floors import fitting_seconds, floor_bytes, floor_seconds
 from autopar.planner.search.prices import Prices
 from autopar.planner.search.space import Space
@@ -109,8 +110,11 @@ def test_what_fits_is_slower_whatever_runs_again(pp, dp, microbatches):
             plain = floor_seconds(priced, pipeline, zero, "none")
             rooms = sorted({cost.memory_bytes for cost in costs})
             for room in rooms[:: max(1, len(rooms) // 8)]:
-                least = fitting_seconds(priced, pipeline, zero, POLICIES, [room] * pp)
+                least = fitting_seconds(EvenPipelines(priced), priced, pipeline, zero, POLICIES, [room] * pp).least
                 assert least <= min(cost.step_seconds for cost in costs if cost.memory_bytes <= room)
                 tight += least > plain
-            assert fitting_seconds(priced, pipeline, zero, POLICIES, [rooms[0] / 2] * pp) == inf
+            assert (
+                fitting_seconds(EvenPipelines(priced), priced, pipeline, zero, POLICIES, [rooms[0] / 2] * pp).least
+                == inf
+            )
     assert tight
