@@ -60,7 +60,7 @@ class EvenPipelines:
 def _fewer(name: str, ranks: int, microbatches: int, per_rank: int) -> int:
     """By what both can be divided."""
     refuse = get_schedule(name).refuse
-    common = gcd(ranks // _ENOUGH_RANKS, microbatches)
+    common = gcd(max(1, ranks // _ENOUGH_RANKS), microbatches)
     every = (k for k in range(common, 1, -1) if common % k == 0 and ranks % k == 0)
     return next((k for k in every if not refuse(ranks // k, per_rank, microbatches // k)), 1)
 

@@ -39,6 +39,14 @@ class _Entry(NamedTuple):
 _Queued = tuple[float, int, tuple[Way, ...]]
 
 
+def _burden(evaluator: Evaluator) -> tuple[float, ...]:
+    """Seconds of the units and of a step's end, and the bytes kept of a microbatch, at most and at least."""
+    kept = [0.0] * len(POLICIES)
+    for unit, count in evaluator.least_units.recomputed(0, POLICIES).items():
+        kept = [size + count * more for size, more in zip(kept, unit.kept_bytes, strict=True)]
+    return evaluator.least_seconds(), evaluator.costs.whole(0, POLICIES[0]).step_seconds, *kept
+
+
 @dataclass
 class LabelledMeshes:
     """What is known of meshes under labellings that others have found."""
@@ -52,8 +60,8 @@ class LabelledMeshes:
     _queue: list[_Queued] = field(default_factory=list, init=False)
     _entries: list[_Entry] = field(default_factory=list, init=False)
     _tried: set[tuple[Mesh, int]] = field(default_factory=set, init=False)  # with labellings
-    # Of the labellings of a kind of meshes: seconds of the units and of a step's end, bytes kept at most and at least.
-    _fronts: dict[tuple[int, ...], list[tuple[float, ...]]] = field(default_factory=dict, init=False)
+    # By kind of meshes the labellings that none beats in everything.
+    _unbeaten: dict[tuple[int, ...], list[Evaluator]] = field(default_factory=dict, init=False)
 
     def add(self, order: Sequence[Mesh], bounds: Mapping[Mesh, float], since: int = 0) -> None:
         """List meshes under the labellings from the `since`-th on, and price what may be far faster than the best."""
@@ -128,13 +136,12 @@ class LabelledMeshes:
 
     def _is_beaten(self, kind: tuple[int, ...], evaluator: Evaluator) -> bool:
         """Whether another labelling of this kind of mesh takes neither longer nor more memory, as far as is known."""
-        last, whole = len(evaluator.graph.units), evaluator.costs.whole(0, POLICIES[0])
-        kept = (evaluator.costs.saved_bytes(0, last, policy) for policy in (POLICIES[0], POLICIES[-1]))
-        new = (evaluator.least_seconds(), whole.step_seconds, *kept)
-        others = self._fronts.setdefault(kind, [])
-        if any(all(a <= _ALIKE * b for a, b in zip(other, new, strict=True)) for other in others):
-            return True
-        others.append(new)
+        others = self._unbeaten.setdefault(kind, [])
+        if others:
+            new = _burden(evaluator)
+            if any(all(a <= _ALIKE * b for a, b in zip(_burden(other), new, strict=True)) for other in others):
+                return True
+        others.append(evaluator)
         return False
 
     def _ways(self, entry: _Entry) -> tuple[Way, ...]:

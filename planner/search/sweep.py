@@ -46,7 +46,7 @@ _MEMORY_PRICES = (10.0, 0.1, 1.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
-_MOST_FRUITLESS_MESHES = 12  # in the order of what their steps likely take
+_MOST_FRUITLESS_MESHES = 6  # in the order of what their steps likely take
 _MOST_FRUITLESS = 2  # kinds of inner axes whose own programs bring no better plan, one after the other
 
 

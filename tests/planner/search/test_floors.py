@@ -4,39 +4,18 @@ from itertools import combinations, product
 from math import inf
 
 import pytest
-from autopar.cost_models.hardware import load_cluster
-from autopar.cost_models.stacks import load_stack
 from autopar.planner.checkpointing import POLICIES
 from autopar.planner.schedules import get_schedule
 from autopar.planner.search.batch import find_batch_split
-from autopar.planner.search.evaluate import Evaluator
 from autopar.planner.search.even_pipeline import EvenPipelines
 from autopar.planner.search.floors import fitting_seconds, floor_bytes, floor_seconds
-from autopar.planner.search.prices import Prices
 from autopar.planner.search.space import Space
-from autopar.planner.sharding.mesh import MICROBATCH, Mesh
+from autopar.planner.sharding.mesh import Mesh
+from batch_evaluators import evaluator
 from graphs import residual_mlp
 from random_graphs import random_graph
 
-CLUSTER, STACK = load_cluster("h100-sxm"), load_stack("eager")
 PIPELINES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("sequential", 1))
-
-
-def evaluator(graph, mesh):
-    """Samples split over dp and microbatches, nothing else."""
-    batch = find_batch_split(Space(graph)).placements
-    present = {axis.name for axis in mesh.axes}
-    placements = tuple(
-        {
-            name: {axis: labels[MICROBATCH] for axis in ("dp", MICROBATCH) if axis in present}
-            for name, labels in placement.items()
-        }
-        for placement in batch
-    )
-    return Evaluator(
-        graph=graph, master=graph, placements=placements, prices=Prices(mesh=mesh, cluster=CLUSTER, stack=STACK),
-        optimizer="adamw",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
