@@ -1,6 +1,6 @@
 """Random operations whose draws depend on a seed alone: recomputed, they repeat; replicated, they agree."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,12 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
         torch.manual_seed(seed)
         yield
+
+
+def seeded_draw(draw: Callable[[], torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
+    """What `draw` draws from `seed`."""
+    with seeded(seed, device):
+        return draw()
 
 
 def seeded_dropout(x: torch.Tensor, p: float, training: bool, seed: int) -> torch.Tensor:

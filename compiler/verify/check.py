@@ -73,7 +73,7 @@ def verify(
         dtype = "float32"
         notes.append(f"float32, because of the model's own {fixed}")
     if graph.is_random:
-        notes.append("values compared with dropout switched off on both sides; its draws differ from one process's")
+        notes.append("values compared with dropout switched off and draws fixed on both sides; ranks draw their own")
     from ...planner.placements import checkpointing_of, program_of, zero_of
 
     program, checkpointing, zero = program_of(plan, graph), checkpointing_of(plan, graph), zero_of(plan, graph)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .draws import draws_fixed
 from .dropout import dropout_off
 from .recorder import CollectiveRecorder, Recorded
 from .reference import CLIP_NORM, Reference, optimizers
@@ -96,7 +97,10 @@ def _verify(job: RankJob) -> RankResult:
         inputs = share(wanted.inputs, job.batch_dims, mesh, job.shares)
         compare = _Comparison(job.rank, job.tolerance)
         start = _snapshot(optimized)
-        with dropout_off() if job.is_random else nullcontext():
+        with ExitStack() as chance:
+            if job.is_random:
+                chance.enter_context(dropout_off())
+                chance.enter_context(draws_fixed())
             loss = emitted.train_step(stage, mesh, inputs, 0)
         compare.one("loss", "loss", loss, wanted.loss, floor=0.0)
         names: set[str] = set()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...planner.capture.model_file import load_model_file
 from ...planner.capture.step import run_step, sample_inputs
 from ...planner.plan import ModelSource
+from .draws import draws_fixed
 from .dropout import dropout_off
 
 SEED = 0
@@ -103,7 +104,7 @@ def run_reference(model: ModelSource, path: str, batch_size: int, dtype: str, sa
     sample = sample_inputs(loaded, module, batch_size, seed=SEED)
     inputs = {name: converted(value) for name, value in sample.tensors.items()}
     step = type(sample)(layout=sample.layout, tensors=inputs)
-    with FixedDtypes(wanted) as fixed, dropout_off():
+    with FixedDtypes(wanted) as fixed, dropout_off(), draws_fixed():
         loss = run_step(loaded, module, step)
         loss.backward()
     # Tied parameters under each of their names: the stages of a pipeline may use different ones.

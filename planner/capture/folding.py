@@ -17,6 +17,7 @@ from .naming import Names, camel, pattern_of
 from .random_ops import is_random
 from .segments import segments
 
+_EMPTY = "aten.empty.memory_format"
 _UPDATES_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
@@ -79,11 +80,15 @@ def _prelude_nodes(
         for node in live
         if node.kind in (Kind.INPUT, Kind.CONSTANT) or (node.kind is Kind.BUFFER and node.fqn not in moving)
     }
+    random = [node for node in live if node.kind is Kind.OP and is_random(node.op, node.args, node.kwargs)]
+    # A draw and the memory that it fills stay together.
+    others = {node.name for node in random}
+    others |= {ref.node for node in random for ref in node.operands if by_name[ref.node].op == _EMPTY}
     found: list[FlatNode] = []
     same: dict[str, str] = {}
     seen: dict[Hashable, str] = {}
     for node in live:
-        if node.kind is not Kind.OP or is_random(node.op, node.args, node.kwargs) or node.op in _UPDATES_STATISTICS:
+        if node.kind is not Kind.OP or node.name in others or node.op in _UPDATES_STATISTICS:
             continue
         if not all(ref.node in ready for ref in node.operands):
             continue

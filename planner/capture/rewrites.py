@@ -216,6 +216,53 @@ def _cross_entropy(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...] | None
     return (b.op("aten.div.Tensor", (total, count), out),)
 
 
+# Draws: of what they overwrite or follow only shape and dtype count
+
+
+def _follows(op: str, parameters: tuple[str, ...], sized: str) -> None:
+    @_rewrites(op)
+    def rewrite(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...]:
+        args = (*(a[name] for name in parameters), out[0].shape)
+        return (b.op(sized, args, out, (("dtype", Symbol("dtype", out[0].dtype)),)),)
+
+
+_follows("aten.rand_like.default", (), "aten.rand.default")
+_follows("aten.randn_like.default", (), "aten.randn.default")
+_follows("aten.randint_like.default", ("high",), "aten.randint.default")
+_follows("aten.randint_like.low_dtype", ("low", "high"), "aten.randint.low")
+
+
+def _overwrites(op: str, *parameters: str, drawn: str = "") -> None:
+    @_rewrites(op)
+    def rewrite(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...] | None:
+        if a["generator"] is not None:
+            return None
+        fresh = b.op("aten.empty.memory_format", (out[0].shape,), out, (("dtype", Symbol("dtype", out[0].dtype)),))
+        return (b.op(drawn or op, (fresh, *(a[name] for name in parameters)), out),)
+
+
+_overwrites("aten.bernoulli.p", "p")
+_overwrites("aten.uniform.default", "from", "to")
+_overwrites("aten.normal_functional.default", "mean", "std")
+_overwrites("aten.normal.float_float", "mean", "std", drawn="aten.normal_functional.default")
+_overwrites("aten.exponential.default", "lambd")
+_overwrites("aten.random.default")
+_overwrites("aten.random.from", "from", "to")
+_overwrites("aten.random.to", "to")
+_overwrites("aten.geometric.default", "p")
+_overwrites("aten.cauchy.default", "median", "sigma")
+_overwrites("aten.log_normal.default", "mean", "std")
+
+
+@_rewrites("aten.bernoulli.Tensor")
+def _bernoulli(b: Builder, a: Bound, out: Outputs) -> tuple[Ref, ...] | None:
+    if a["generator"] is not None:
+        return None
+    probability = b.expand(a["p"], out[0].shape)
+    drawn = b.op("aten.bernoulli.default", (probability,), b.type_of(probability))
+    return (b.cast(drawn, out[0].dtype),)
+
+
 def symbols(value: object) -> Arg:
     """A torch constant or a container as an argument of a node.
 

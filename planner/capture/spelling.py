@@ -79,11 +79,13 @@ def append_functional(
 
 def _functional(target: torch._ops.OpOverload, name: str) -> torch._ops.OpOverload | None:
     """The operation of ATen that returns what `target` writes, by the same arguments."""
+    name = "normal_functional" if name == "normal" else name
     packet = getattr(torch.ops.aten, name, None) if target.namespace == "aten" else None
     if packet is None:
         return None
     if target._opname.endswith("_"):
-        return getattr(packet, target._overloadname, None)
+        overload = "p" if (name, target._overloadname) == ("bernoulli", "float") else target._overloadname
+        return getattr(packet, overload, None)
     arguments = target._schema.arguments
     wanted = [(a.name, str(a.type)) for a in arguments if not a.is_out]
     if len(arguments) - len(wanted) != 1:

@@ -197,7 +197,7 @@ def _seed(ref: SeedRef, scope: Scope, number: int) -> str:
     where = f", ({', '.join(coordinates)}{',' if len(coordinates) == 1 else ''})" if coordinates else ""
     first = scope.operation_number or "0"
     operation = str(int(first) + number) if first.isdecimal() else f"{first} + {number}"
-    return f"seed_of(*at, {operation}{where})"
+    return f"seed_of({'at[0], 0' if ref.is_of_step else '*at'}, {operation}{where})"
 
 
 def _free_dims(step: Compute, scope: Scope) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Operators and methods where Python has them, `F.*` with keywords where PyTorch d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +33,14 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "logsumexp": ("dim", "keepdim"), "cumsum": ("dim",),
 }  # fmt: skip
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "logspace", "scalar_tensor", "tril_indices",
-             "triu_indices")  # fmt: skip
+             "triu_indices", "rand", "randn", "randint", "randperm")  # fmt: skip
+# Draws that Python has as methods which overwrite: what they are given is fresh.
+OVERWRITES: Mapping[str, str] = {
+    "bernoulli.p": "bernoulli_", "uniform.default": "uniform_", "normal_functional.default": "normal_",
+    "exponential.default": "exponential_", "random.default": "random_", "random.from": "random_",
+    "random.to": "random_", "geometric.default": "geometric_", "cauchy.default": "cauchy_",
+    "log_normal.default": "log_normal_",
+}  # fmt: skip
 # Names whose Python method or function is not the operation of the same name.
 ONLY_ATEN = frozenset({"norm", "split", "unique", "stft", "istft", "lu", "to", "item", "copy", "set", "resize", "new"})
 
@@ -47,7 +55,7 @@ def _makes_default_dtype(name: str, args: Sequence[object]) -> bool:
     """Whether the factory makes floats of the default dtype unless it is told another one."""
     if name == "full":
         return isinstance(args[1], float)
-    return name in ("zeros", "ones", "empty", "eye", "linspace", "logspace")
+    return name in ("zeros", "ones", "empty", "eye", "linspace", "logspace", "rand", "randn")
 
 
 def render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
@@ -74,6 +82,13 @@ def _render(call: Call, operands: Sequence[Expr], context: Context) -> Expr:
         )
     name, _, overload = rest.rpartition(".")
     kwargs = {key: value for key, value in call.kwargs if key not in DROPPED}
+    if isinstance(seed := kwargs.get("seed"), SeedRef):
+        drawn = _render(
+            replace(call, kwargs=tuple(item for item in call.kwargs if item[0] != "seed")), operands, context
+        )
+        return Expr(f"seeded_draw(lambda: {drawn.text}, {context.seed(seed)}, {context.device})")
+    if method := OVERWRITES.get(f"{name}.{overload}"):
+        return _method(method, call.args, kwargs, operands, context)
     special = SPECIAL.get(name)
     if special is not None and (found := special(call.args, kwargs, operands, context)) is not None:
         return found

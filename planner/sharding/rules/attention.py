@@ -14,7 +14,7 @@ from ...capture.graph import ITEM_BYTES, Arg, Node, TensorType
 from ..placement import split
 from .factors import run_option
 from .registry import AxisRef, Call, Labels, LocalTypes, OpRule, Option, Saved, register
-from .schema import arguments, axes_of, has_tensor, one_axis_of, seed_over
+from .schema import arguments, has_tensor, one_axis_of, seed_over
 
 SCHEMA: Mapping[str, Arg] = {
     "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
@@ -73,13 +73,13 @@ def _with_mask(places: list, mask: TensorType | None, output: TensorType, dim: i
 
 def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
     given = arguments(node, SCHEMA)
-    splits = axes_of(labels, *(f"d{i}" for i in range(len(node.output.shape) - 2)), "r", "q")
+    drawn = (*(f"d{i}" for i in range(len(node.output.shape) - 2)), "r", "q")
     kwargs: tuple[tuple[str, Arg], ...] = ()
     for name in ("scale", "enable_gqa"):
         if given[name] != SCHEMA[name]:
             kwargs += ((name, given[name]),)
     is_random = given["dropout_p"] != 0.0
-    seed: tuple[tuple[str, Arg], ...] = (("seed", seed_over(splits)),) if is_random else ()
+    seed: tuple[tuple[str, Arg], ...] = (("seed", seed_over(labels, *drawn)),) if is_random else ()
     if given["is_causal"] and (rows := one_axis_of(labels, "q")):
         if is_random:
             kwargs += (("dropout_p", given["dropout_p"]),)

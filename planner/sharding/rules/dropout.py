@@ -9,7 +9,7 @@ from ....cost_models.work import Pass, Work
 from ...capture.graph import ITEM_BYTES, Arg, Node
 from .factors import factor_options, numbered_dims, partial_option
 from .registry import Call, Labels, LocalTypes, OpRule, Option, Saved, register, same_call
-from .schema import arguments, axes_of, seed_over
+from .schema import arguments, seed_over
 
 SCHEMA: Mapping[str, Arg] = {"input": None, "p": 0.5, "train": True}
 TARGETS = {
@@ -32,7 +32,7 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
         return same_call(node, labels, outputs, sizes)
     # Whole channels are dropped by feature_dropout: parts of one channel draw alike.
     drawn = 2 if node.op.startswith("aten.feature") else len(node.output.shape)
-    seed = seed_over(axes_of(labels, *(f"d{i}" for i in range(drawn))))
+    seed = seed_over(labels, *(f"d{i}" for i in range(drawn)))
     return Call(target=TARGETS[node.op], args=(given["input"], given["p"], given["train"], seed))
 
 

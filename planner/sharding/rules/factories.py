@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ....cost_models.work import Pass, Work
 from ...capture.graph import Node
 from .arguments import with_argument
-from .factors import factor_options, numbered_dims, saves_nothing
+from .factors import factor_options, free_work, numbered_dims, saves_nothing
 from .registry import Call, Labels, LocalTypes, OpRule, Option, register
 
 
@@ -20,7 +20,7 @@ def _like(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     return factor_options([names], [names], operands, node.outputs)
 
 
-def _written_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
+def written_work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
     return Work(forward=Pass(bytes=outputs[0].num_bytes, kernels=1), dtype=outputs[0].dtype)
 
 
@@ -37,6 +37,15 @@ def _sized(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
     return factor_options([[*alike, *[""] * (len(sizes) - len(alike))]], [names], operands, node.outputs)
 
 
+def _any(node: Node, operands: LocalTypes) -> tuple[Option, ...]:
+    """Memory that something else fills."""
+    return factor_options([], [numbered_dims(node.output.shape)], operands, node.outputs)
+
+
+def _localise_any(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
+    return with_argument(node, 0, "size", outputs[0].shape)
+
+
 def _localise_sized(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[str, int]) -> Call:
     return with_argument(node, 1, "size", outputs[0].shape)
 
@@ -46,10 +55,10 @@ register(
         ops=(
             "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.linspace.default",
             "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.eye.default", "aten.eye.m",
-            "aten.scalar_tensor.default", "aten.tensor.default", "aten.empty.memory_format",
+            "aten.scalar_tensor.default", "aten.tensor.default",
         ),
         options=_none,
-        work=_written_work,
+        work=written_work,
         saved=saves_nothing,
     )
 )  # fmt: skip
@@ -59,7 +68,7 @@ register(
             "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default",
         ),
         options=_like,
-        work=_written_work,
+        work=written_work,
         saved=saves_nothing,
     )
 )  # fmt: skip
@@ -69,8 +78,17 @@ register(
             "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default", "aten.new_empty.default",
         ),
         options=_sized,
-        work=_written_work,
+        work=written_work,
         saved=saves_nothing,
         localise=_localise_sized,
     )
 )  # fmt: skip
+register(
+    OpRule(
+        ops=("aten.empty.memory_format",),
+        options=_any,
+        work=free_work,
+        saved=saves_nothing,
+        localise=_localise_any,
+    )
+)

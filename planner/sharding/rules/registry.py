@@ -70,9 +70,13 @@ class AxisRef:
 
 @dataclass(frozen=True, slots=True)
 class SeedRef:
-    """Argument of a random operation: its seed, drawn from (step, microbatch, operation, coordinates on `axes`)."""
+    """Argument of a random operation: its seed, drawn from (step, microbatch, operation, coordinates on `axes`).
+
+    `is_of_step`: the microbatches of a step draw alike, for they all hold the same values.
+    """
 
     axes: tuple[str, ...]
+    is_of_step: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

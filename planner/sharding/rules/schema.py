@@ -58,9 +58,13 @@ def handles(axes: Sequence[str]) -> tuple[AxisRef, ...]:
     return tuple(AxisRef(axis) for axis in axes)
 
 
-def seed_over(axes: Sequence[str]) -> SeedRef:
-    """A seed that differs between the ranks of `axes`; it always differs between microbatches."""
-    return SeedRef(tuple(axis for axis in axes if axis != MICROBATCH))
+def seed_over(labels: Labels, *drawn: str) -> SeedRef:
+    """A seed that differs over the axes that split a drawn dim: those that took one of the labels `drawn`."""
+    axes = axes_of(labels, *drawn)
+    return SeedRef(
+        tuple(axis for axis in axes if axis != MICROBATCH),
+        is_of_step=MICROBATCH in labels and MICROBATCH not in axes,
+    )
 
 
 def runtime_call(target: str, given: Mapping[str, Arg], names: Sequence[str], *more: Arg) -> Call:

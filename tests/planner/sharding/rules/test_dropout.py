@@ -29,7 +29,7 @@ def test_seeds_differ_over_axes_that_split_and_only_there() -> None:
 
     assert seed(dp="d0", microbatch="d0", tp="d1") == SeedRef(("dp", "tp"))
     assert seed(dp="d0", microbatch="d0", tp="partial") == SeedRef(("dp",))
-    assert seed(dp="none", microbatch="none", tp="grad") == SeedRef(())
+    assert seed(dp="none", microbatch="none", tp="grad") == SeedRef((), is_of_step=True)
     channels, _ = node_of(case("aten.feature_dropout.default", randn(4, 8, 2, 2), 0.5, True))
     call = rule_of(channels.op).localise(channels, {"dp": "d0", "tp": "d3"}, channels.outputs, sizes)
     assert call.args[-1] == SeedRef(("dp",))
