@@ -20,8 +20,9 @@ def refuse_unseeded(graph: ModelGraph) -> None:
                 raise UnsupportedModel(
                     f"{node.op} draws random numbers, which ranks would draw apart and recomputation would draw anew",
                     where=node.source or f"{node.name} in {template.name}",
-                    fix="draw by dropout (nn.Dropout, F.dropout of ones, dropout_p of attention), or build the module "
-                    "with options for which that line does not run",
+                    fix="draw by dropout (nn.Dropout, dropout_p of attention), torch.rand, randn, randint, bernoulli "
+                    "or a method that fills (bernoulli_, uniform_, normal_), with no generator of your own; or build "
+                    "the module with options for which that line does not run",
                 )
 
 
