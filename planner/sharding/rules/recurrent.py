@@ -9,7 +9,7 @@ from ...capture.graph import ITEM_BYTES, Arg, Node
 from ...capture.random_ops import RECURRENT, is_random
 from .factors import factor_options
 from .registry import Call, Labels, LocalTypes, Operand, OpRule, Option, Saved, register, same_call
-from .schema import arguments, axes_of, seed_over
+from .schema import arguments, seed_over
 
 _SCHEMA: Mapping[str, Arg] = dict.fromkeys(
     ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
@@ -33,7 +33,7 @@ def _localise(node: Node, labels: Labels, outputs: LocalTypes, sizes: Mapping[st
         return same_call(node, labels, outputs, sizes)
     args = tuple(arguments(node, _SCHEMA).values())
     kind = node.op.split(".")[1]
-    return Call(target="seeded_recurrent", args=(*args, kind, seed_over(axes_of(labels, _SAMPLES))))
+    return Call(target="seeded_recurrent", args=(*args, kind, seed_over(labels, _SAMPLES)))
 
 
 def _work(node: Node, operands: LocalTypes, outputs: LocalTypes) -> Work:
