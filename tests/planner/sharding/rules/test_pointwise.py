@@ -65,6 +65,6 @@ def test_a_split_with_groups_passes_through() -> None:
 
 
 def test_random_and_in_place_operations_have_no_elementwise_rule() -> None:
-    assert rule_of("aten.bernoulli.p") is None
+    assert rule_of("aten.bernoulli_.float") is None
     assert rule_of("aten.relu_.default") is None
     assert rule_of("aten.no_such_op.default") is None
