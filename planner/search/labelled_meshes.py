@@ -85,15 +85,15 @@ class LabelledMeshes:
             if self.record.best_seconds < inf:
                 self._price_first(_FAR)
 
-    def finish(self, most_fruitless: float = inf) -> None:
-        """Price what waits and may be faster than the best, until so many in a row are not."""
-        self._price_first(1.0, most_fruitless)
+    def finish(self) -> None:
+        """Price all that waits and may be faster than the best."""
+        self._price_first(1.0)
         self._queue.clear()
 
-    def _price_first(self, factor: float, most_fruitless: float = inf) -> None:
+    def _price_first(self, factor: float) -> None:
         """Price what may take less than `factor` of the best step, the most promising first."""
-        queue, fruitless = self._queue, 0
-        while queue and not self.record.is_late and fruitless < most_fruitless:
+        queue = self._queue
+        while queue and not self.record.is_late:
             if factor * self.record.best_seconds <= queue[0][0] < self.record.best_seconds:
                 break
             least, position, ways = heappop(queue)
@@ -101,9 +101,7 @@ class LabelledMeshes:
                 continue
             if ways:
                 self.progress(f"pricing mesh {position + 1} of {len(self._entries)}")
-                best = self.record.best_seconds
                 self._try(self._entries[position], ways)
-                fruitless = 0 if self.record.best_seconds < best else fruitless + 1
             elif ways := self._ways(self._entries[position]):
                 heappush(queue, (min(way.fitting.likely for way in ways), position, ways))
 

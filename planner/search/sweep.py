@@ -46,7 +46,6 @@ _MEMORY_PRICES = (10.0, 0.1, 1.0)
 _FEW_CHOICES, _MANY_CHOICES = 1500, 9000
 # Beyond the few, meshes are worth their own program that come so near to the best step or, slower, to the memory.
 _NEAR_STEP, _NEAR_MEMORY = 1.02, 1.25
-_MOST_FRUITLESS_MESHES = 6  # in the order of what their steps likely take
 _MOST_FRUITLESS = 2  # kinds of inner axes whose own programs bring no better plan, one after the other
 
 
@@ -176,7 +175,7 @@ class _Sweep:
             self._seed([*self._of_best(whole), *parts], price)
             self.labelled.add(whole, bounds, known)
         self.labelled.add(parts, bounds)
-        self.labelled.finish(self._most_fruitless())
+        self.labelled.finish()
         order = [*whole, *parts]
         open_meshes = dict.fromkeys(order)
         tried: set[object] = set()
@@ -205,16 +204,12 @@ class _Sweep:
             self.progress(f"placing {sizes}, {mesh.microbatches} microbatches")
             self.record.add(self._solve(mesh))
             self.labelled.add(order, bounds, known)
-            self.labelled.finish(self._most_fruitless())
+            self.labelled.finish()
             if self.record.best_seconds < best:
                 fruitless.clear()
             elif best < inf:
                 fruitless.add(inner)
         return not self.record.is_late
-
-    def _most_fruitless(self) -> float:
-        """How many meshes are priced in a row though none is better."""
-        return inf if self.placer.spent <= _FEW_CHOICES else _MOST_FRUITLESS_MESHES
 
     def _is_near(self, mesh: Mesh) -> bool:
         """Whether an own labelling may well make this mesh the best."""
