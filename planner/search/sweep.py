@@ -248,7 +248,7 @@ class _Sweep:
     def _split_samples(self, order: Sequence[Mesh]) -> Sequence[Mesh]:
         """Which meshes with cp are worth a look: microbatches of less than a sample, for more of them or less memory.
 
-        Once something fits, those where cp and tp together have twice the ranks of the best mesh's tp.
+        Once something fits, those where cp and tp together have as many ranks as the best mesh's tp, or twice as many.
         """
         best = min(self.record.fitting, key=rank, default=None)
         if best is None:
